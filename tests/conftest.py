@@ -1,0 +1,22 @@
+"""The real components that tests share, each started once in a session by the first test that asks for it."""
+
+from collections.abc import Iterator
+
+import pytest
+from testbed.s3 import S3Server
+from testbed.tools import require
+from testbed.toxiproxy import Toxiproxy
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An S3 server on loopback; a test makes its own bucket with `new_bucket()`."""
+    with require(), S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def toxiproxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toxiproxy]:
+    """A TCP proxy that fails on command; a test makes its own proxy with `proxy(upstream)`."""
+    with require(), Toxiproxy(tmp_path_factory.mktemp("toxiproxy")) as server:
+        yield server

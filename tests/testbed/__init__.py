@@ -1,0 +1,1 @@
+"""Real components that the tests stand on: an S3 server, a Kubernetes cluster, images."""
