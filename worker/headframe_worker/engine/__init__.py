@@ -1,0 +1,1 @@
+"""The forward pass: model, capture, batches, pipeline. Knows tensors and files, and neither stores nor Kubernetes."""

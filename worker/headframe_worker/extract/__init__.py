@@ -1,0 +1,1 @@
+"""The second stage: from a shard of tokens to its parts of hidden states."""

@@ -1,0 +1,1 @@
+"""The last stage, and what checks or shows a finished dataset."""

@@ -1,0 +1,1 @@
+"""Reading a dataset of hidden states for training."""

@@ -1,0 +1,1 @@
+"""Where objects lie: a small interface and its implementations."""
