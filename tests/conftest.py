@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+
 from testbed.s3 import S3Server
 from testbed.tools import require
 from testbed.toxiproxy import Toxiproxy

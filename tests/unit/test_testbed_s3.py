@@ -7,6 +7,7 @@ import pytest
 from awscrt.checksums import crc64nvme
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+
 from testbed.s3 import S3Server
 from testbed.toxiproxy import Toxiproxy
 
