@@ -38,3 +38,10 @@ class DataError(HeadframeError):
 
 class TemporaryError(HeadframeError):
     """The same command may succeed later. Exit code 75."""
+
+
+class StoppedError(HeadframeError):
+    """A signal asked the process to stop, and it stopped cleanly: the same command goes on where it left off. Exit code 143."""
+
+    exit_code = ExitCode.TERMINATED
+    default_reason = "Stopped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from bisect import bisect_left
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from headframe_api.progress import Progress, ProgressState, Stage
 
@@ -61,6 +63,14 @@ class Meter:
         self.upload_seconds = Histogram((0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300))
         self.moved_at = time.monotonic()
         self._recent: deque[tuple[float, int, int]] = deque()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy for another process; times of its clock mean the same there, as both are of one machine."""
+        with self._lock:
+            return {key: copy.deepcopy(value) for key, value in self.__dict__.items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -1,0 +1,34 @@
+"""Where a command's words go: results to standard output, all else to standard error."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from headframe_api.errors import HeadframeError
+
+out = Console(soft_wrap=True, highlight=False)
+"""Results. Plain text when not a terminal."""
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+"""Progress, notes, warnings, errors."""
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+def print_error(error: HeadframeError) -> None:
+    """`error: ...`; the text is the user's data and is never read as markup."""
+    err.print(Text.assemble(("error: ", "bold red"), error.message))
+
+
+def print_note(text: str) -> None:
+    """Something worth knowing, which is not an error."""
+    err.print(Text(text, style="dim"))
+
+
+def print_warning(text: str) -> None:
+    """Something that a user should change."""
+    err.print(Text.assemble(("warning: ", "bold yellow"), text))

@@ -1,0 +1,12 @@
+"""Sizes as people read them."""
+
+from __future__ import annotations
+
+
+def human_bytes(size_bytes: float) -> str:
+    """`512 B`, `1.5 GiB`: binary units, two to four digits."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} PiB"
