@@ -47,6 +47,8 @@ class PartMetadata(DiskModel):
     last: Literal["preNorm", "postNorm", "none"]
     model: str
     revision: str
+    digest: str = ""
+    """`crc64nvme:` and 16 hex digits over everything after the header, so that a restart knows it without reading the tensors."""
     quarantined: list[QuarantinedRow] = Field(default_factory=list)
     """Samples of this part that were refused while extracting: they are not among its rows."""
     statistics: list[SlotStatistics] = Field(default_factory=list)
@@ -62,7 +64,7 @@ class PartEntry(DiskModel):
     bytes: int
     """Size of the whole object."""
     digest: str
-    """`crc64nvme:` and 16 hex digits over the whole object."""
+    """As in the part's metadata: `crc64nvme:` and 16 hex digits over everything after the header."""
     quarantined: list[QuarantinedRow] = Field(default_factory=list)
     statistics: list[SlotStatistics] = Field(default_factory=list)
 

@@ -14,6 +14,7 @@ from headframe_api.errors import DataError
 from headframe_api.manifests import PartMetadata, QuarantinedRow
 from headframe_worker.format.cut import cut_parts
 from headframe_worker.format.part import PartArrays, decode_header, encode_part, header_bytes
+from headframe_worker.stores.checksum import crc64, digest_text
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -55,8 +56,10 @@ def test_a_part_reads_back_by_safetensors_and_by_one_range_a_sample(
 
     raw = path.read_bytes()
     header = decode_header(raw[: header_bytes(raw[:8])], where=str(path))
-    assert header.metadata == metadata
+    digest = digest_text(crc64([memoryview(raw)[header_bytes(raw[:8]) :]]))
+    assert header.metadata == metadata.model_copy(update={"digest": digest})
     assert header.size_bytes == len(raw)
+    assert (header.entry.samples, header.entry.tokens, header.entry.digest) == (len(lengths), tokens, digest)
     for index, length in enumerate(lengths):
         start, size = header.sample_range(int(arrays.offsets[index]), length)
         first = int(arrays.offsets[index])

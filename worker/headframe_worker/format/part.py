@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headframe_api.errors import DataError
-from headframe_api.manifests import PartMetadata
+from headframe_api.manifests import PartEntry, PartMetadata
 from headframe_api.spec import StateDtype
+from headframe_worker.stores.checksum import crc64, digest_text
 
 SAFETENSORS_DTYPE: dict[StateDtype, str] = {
     "bfloat16": "BF16",
@@ -69,6 +70,19 @@ class PartHeader:
     size_bytes: int
     """Size of the whole object."""
 
+    @property
+    def entry(self) -> PartEntry:
+        """How the shard's manifest lists this part."""
+        return PartEntry(
+            part=self.metadata.part,
+            samples=self.tensors["rows"].shape[0],
+            tokens=self.tensors["token_ids"].shape[0],
+            bytes=self.size_bytes,
+            digest=self.metadata.digest,
+            quarantined=self.metadata.quarantined,
+            statistics=self.metadata.statistics,
+        )
+
     def sample_range(self, start_token: int, length: int) -> tuple[int, int]:
         """(first byte, number of bytes) of a sample's states."""
         place = self.tensors["hidden_states"]
@@ -81,7 +95,8 @@ def encode_part(
 ) -> list[memoryview]:
     """The object's bytes as buffers to be written one after the other; the arrays are not copied.
 
-    Tensors lie in order of their items' size, largest first, so that each is aligned whatever T is.
+    Tensors lie in order of their items' size, largest first, so that each is aligned whatever T is. The metadata's
+    digest is filled in here.
     """
     tokens = len(arrays.token_ids)
     tensors: list[tuple[str, str, tuple[int, ...], NDArray[Any]]] = [
@@ -93,6 +108,8 @@ def encode_part(
     ]
     if arrays.scales is not None:
         tensors.insert(2, ("scales", "F32", (tokens, slots), arrays.scales))
+    buffers = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for *_, array in tensors if array.nbytes]
+    metadata = metadata.model_copy(update={"digest": digest_text(crc64(buffers))})
     header: dict[str, Any] = {"__metadata__": _metadata_strings(metadata)}
     position = 0
     for name, item, shape, array in tensors:
@@ -102,10 +119,7 @@ def encode_part(
         position += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _LENGTH_BYTES) % _HEADER_ALIGNMENT)
-    buffers = [memoryview(struct.pack("<Q", len(text)) + text)]
-    return buffers + [
-        np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for *_, array in tensors if array.nbytes
-    ]
+    return [memoryview(struct.pack("<Q", len(text)) + text), *buffers]
 
 
 def header_bytes(first_bytes: bytes) -> int:
@@ -149,7 +163,7 @@ def _metadata_strings(metadata: PartMetadata) -> dict[str, str]:
     }
 
 
-_PLAIN = frozenset(("plan", "last", "model", "revision"))
+_PLAIN = frozenset(("plan", "last", "model", "revision", "digest"))
 
 
 def _metadata_of(strings: Mapping[str, str]) -> PartMetadata:
