@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from headframe_api.errors import DataError
 from headframe_api.manifests import PartMetadata, QuarantinedRow
+from headframe_worker.checksum import crc64, digest_text
 from headframe_worker.format.cut import cut_parts
 from headframe_worker.format.part import PartArrays, decode_header, encode_part, header_bytes
-from headframe_worker.stores.checksum import crc64, digest_text
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

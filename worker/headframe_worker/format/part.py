@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headframe_api.errors import DataError
 from headframe_api.manifests import PartEntry, PartMetadata
 from headframe_api.spec import StateDtype
-from headframe_worker.stores.checksum import crc64, digest_text
+from headframe_worker.checksum import crc64, digest_text
 
 SAFETENSORS_DTYPE: dict[StateDtype, str] = {
     "bfloat16": "BF16",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from headframe_api.errors import ConfigError, DataError, HeadframeError, TemporaryError
+from headframe_worker.checksum import crc64, digest_text
 from headframe_worker.stores.base import ObjectInfo, Written
-from headframe_worker.stores.checksum import crc64, digest_text
 from headframe_worker.stores.missing import MissingObjectError
 
 _TEMPORARY_PREFIX = ".headframe-"

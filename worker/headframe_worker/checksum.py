@@ -1,4 +1,4 @@
-"""The digest of every object: CRC-64/NVME, which S3 verifies for whole objects and which runs at memory speed."""
+"""The digest of objects and of parts: CRC-64/NVME, which S3 verifies for whole objects and which runs at memory speed."""
 
 from __future__ import annotations
 
