@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from testbed.control_plane import ControlPlane
 from testbed.s3 import S3Server
 from testbed.tools import require
 from testbed.toxiproxy import Toxiproxy
@@ -21,3 +22,17 @@ def toxiproxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toxiproxy]:
     """A TCP proxy that fails on command; a test makes its own proxy with `proxy(upstream)`."""
     with require(), Toxiproxy(tmp_path_factory.mktemp("toxiproxy")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A Kubernetes without nodes; a test makes its own namespace and its own `ScriptedNodes`."""
+    with require(), ControlPlane(tmp_path_factory.mktemp("control-plane")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def namespace(control_plane: ControlPlane) -> Iterator[str]:
+    """A namespace of the control plane for one test."""
+    with control_plane.namespace() as name:
+        yield name

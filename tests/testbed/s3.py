@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -10,19 +9,12 @@ from typing import TYPE_CHECKING, Self
 import boto3
 from botocore.config import Config
 
+from testbed.certificates import KeyPair
 from testbed.process import Process, free_port, listens
 from testbed.tools import go_tool
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """A PEM certificate and its key, for a server that speaks TLS."""
-
-    certificate: Path
-    key: Path
 
 
 class S3Server:
@@ -34,7 +26,7 @@ class S3Server:
 
     region = "us-east-1"
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1", tls: KeyPair | None = None) -> None:
         self.folder = folder
         self.host = host
         self.port = free_port(host)
