@@ -60,3 +60,8 @@ check: .venv/installed  ## lint, format, types, import rules, generated files
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
+	@$(BIN)/python crds/generate.py --check
+
+.PHONY: generate
+generate: .venv/installed  ## write the CRD and docs/manifest.md from the models
+	@$(BIN)/python crds/generate.py
