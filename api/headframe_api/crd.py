@@ -128,10 +128,12 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any], model: type[B
 
 def _object(node: dict[str, Any], definitions: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     properties = {}
-    for info, (name, field) in zip(model.model_fields.values(), node["properties"].items(), strict=True):
-        properties[name] = _structural(field, definitions, model) | _LIST_KINDS.get((model.__name__, name), {})
+    for info, (name, node_of_field) in zip(model.model_fields.values(), node["properties"].items(), strict=True):
+        properties[name] = _structural(node_of_field, definitions, model) | _LIST_KINDS.get((model.__name__, name), {})
         if _is_model_factory(info):
-            properties[name]["default"] = {}  # so that the defaults inside it are filled in
+            # Spelt out, because the API server runs the rules on a default before it fills in the defaults inside it.
+            inside = properties[name]["properties"].items()
+            properties[name]["default"] = {inner: field["default"] for inner, field in inside if "default" in field}
     rules = [rule.to_schema() for rule in MODEL_RULES.get(model, ())]
     return (
         {"properties": properties}

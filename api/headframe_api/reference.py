@@ -83,7 +83,7 @@ def _type(field: dict[str, Any]) -> str:
 
 
 def _default(field: dict[str, Any]) -> str:
-    if "default" not in field or field["default"] in ({}, ""):
+    if field.get("default", "") == "" or field.get("type") == "object":
         return ""
     value = field["default"]
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
