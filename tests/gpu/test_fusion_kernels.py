@@ -1,0 +1,111 @@
+"""Each Triton kernel against its plain twin, on odd sizes and strided views.
+
+Runs on a CUDA device, or anywhere in Triton's interpreter (TRITON_INTERPRET=1), which is how the unit tests call it.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+
+from headframe_worker.engine.fusion import kernels, twins  # noqa: E402
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    torch.manual_seed(0)
+    return request.param
+
+
+def normal(*shape, dtype):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def close(found, wanted):
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    assert found.is_contiguous()
+    error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    assert error <= (1e-6 if found.dtype == torch.float32 else 1e-3), float(error)  # both round the same float32 result
+
+
+def test_rms_norm(dtype):
+    x, gain = normal(3, 5, 96, dtype=dtype), torch.rand(96, device=DEVICE)
+    close(kernels.rms_norm(x, gain, 1e-6), twins.rms_norm(x, gain, 1e-6))
+
+
+def test_add_rms_norm(dtype):
+    x, update, gain = normal(2, 7, 80, dtype=dtype), normal(2, 7, 80, dtype=dtype), torch.rand(80, device=DEVICE)
+    for found, wanted in zip(
+        kernels.add_rms_norm(x, update, gain, 1e-5), twins.add_rms_norm(x, update, gain, 1e-5), strict=True
+    ):
+        close(found, wanted)
+
+
+def test_swiglu_reads_halves_of_a_merged_projection(dtype):
+    both = normal(2, 9, 2 * 2100, dtype=dtype)
+    gate, up = both.split(2100, dim=-1)
+    close(kernels.swiglu(gate, up), twins.swiglu(gate, up))
+
+
+@pytest.mark.parametrize("width", [24, 40])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_rotary(dtype, width, normed, batches):
+    packed = normal(2, 11, 3 * 2 * 40, dtype=dtype)
+    x = packed.unflatten(-1, (6, 40))[..., 0::2, :]
+    angle = torch.rand(batches, 11, width // 2, device=DEVICE).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    gain = torch.rand(40, device=DEVICE) if normed else None
+    close(kernels.rotary(x, gain, 1e-6, cos, sin), twins.rotary(x, gain, 1e-6, cos, sin))
+
+
+def test_attention_gate(dtype):
+    packed = normal(2, 5, 6 * 24, dtype=dtype)
+    gate, x = packed.unflatten(-1, (6, 24))[..., 1::2, :], normal(2, 5, 3, 24, dtype=dtype)
+    close(kernels.attention_gate(x, gate), twins.attention_gate(x, gate))
+
+
+@pytest.mark.parametrize("length", [1, 3, 67])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (16, 24)])
+def test_convolution(dtype, length, key_dim, value_dim):
+    key_heads, value_heads = 2, 4
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    packed, weight = normal(2, length, channels + 10, dtype=dtype), normal(channels, 4, dtype=dtype)
+    starts = [*range(0, 2 * key_heads * key_dim, key_dim), *range(2 * key_heads * key_dim, channels, value_dim)]
+    columns = torch.tensor([10 + start for start in starts], dtype=torch.int32, device=DEVICE)
+    arguments = (packed, columns, weight, key_heads, key_dim, value_heads, value_dim)
+    for found, wanted in zip(kernels.convolution(*arguments), twins.convolution(*arguments), strict=True):
+        close(found, wanted)
+
+
+def test_gated_norm(dtype):
+    x, packed, gain = normal(2, 5, 3, 24, dtype=dtype), normal(2, 5, 100, dtype=dtype), torch.rand(24, device=DEVICE)
+    columns = torch.tensor([60, 4, 30], dtype=torch.int32, device=DEVICE)
+    close(kernels.gated_norm(x, packed, columns, gain, 1e-6), twins.gated_norm(x, packed, columns, gain, 1e-6))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="fla's kernels are not ours to interpret")
+@pytest.mark.parametrize("length", [1, 70, 200])
+def test_delta_rule(length):
+    torch.manual_seed(0)
+    q, k = (
+        torch.nn.functional.normalize(normal(2, length, 2, 64, dtype=torch.float32), dim=-1).bfloat16()
+        for _ in range(2)
+    )
+    v, a, b = (
+        normal(2, length, 4, 64, dtype=torch.bfloat16),
+        *(normal(2, length, 4, dtype=torch.bfloat16) for _ in range(2)),
+    )
+    a_log, dt_bias = torch.rand(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    wanted = twins.delta_rule(q, k, v, a, b, a_log, dt_bias).float()
+    found = kernels.delta_rule(q, k, v, a, b, a_log, dt_bias).float()
+    assert (found - wanted).norm() <= 0.01 * wanted.norm()

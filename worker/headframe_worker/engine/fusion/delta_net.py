@@ -1,0 +1,120 @@
+"""The gated delta net of Qwen3.5 and Qwen3-Next: one projection, one convolution, fla's chunked delta rule, one gated norm."""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headframe_worker.engine.fusion.operations import Operations
+from headframe_worker.engine.fusion.packing import Projection, can_pack, pack, separate
+
+PACKED, CONVOLUTION, DELTA_RULE, GATED_NORM = "packed_delta_net", "convolution", "delta_rule", "gated_norm"
+_SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_GROUPED = ("in_proj_qkvz", "in_proj_ba")
+_NUMBERS = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where each head begins in the projections' output, int32 on the device: heads of q, k and v in one list, then z, b, a."""
+
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+
+@dataclass(frozen=True)
+class FusedDeltaNet:
+    """The whole mixer, from the normed stream to its output projection."""
+
+    plain: Any
+    projection: Projection
+    columns: Columns
+    ops: Operations
+    taps: Tensor
+
+    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """[B, T, hidden] to [B, T, hidden]. A 2D padding mask zeroes the padded inputs, as the plain module does."""
+        del kwargs
+        m = self.plain
+        if attention_mask is not None:
+            hidden_states = hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
+        packed = self.projection(hidden_states)
+        heads = (m.num_k_heads, m.head_k_dim, m.num_v_heads, m.head_v_dim)
+        q, k, v = self.ops.convolution(packed, self.columns.qkv, self.taps, *heads)
+        a, b = packed.index_select(-1, self.columns.a), packed.index_select(-1, self.columns.b)
+        out = self.ops.delta_rule(q, k, v, a, b, m.A_log, m.dt_bias)
+        out = self.ops.gated_norm(out, packed, self.columns.z, m.norm.weight, m.norm.variance_epsilon)
+        return m.out_proj(out.flatten(2))  # type: ignore[no-any-return]
+
+
+def matches(module: nn.Module) -> bool:
+    """Whether the module has the parts of a gated delta net, with its input projections separate or grouped by key head."""
+    parts = _parts(module)
+    convolution, norm, out = (getattr(module, name, None) for name in ("conv1d", "norm", "out_proj"))
+    own = [getattr(module, name, None) for name in ("A_log", "dt_bias")]
+    if (
+        parts is None
+        or not isinstance(convolution, nn.Conv1d)
+        or not isinstance(norm, nn.Module)
+        or not isinstance(out, nn.Linear)
+    ):
+        return False
+    if not all(isinstance(getattr(module, name, None), int) for name in _NUMBERS) or not all(
+        isinstance(p, Tensor) for p in own
+    ):
+        return False
+    known = {id(p) for m in (*parts, convolution, norm, out) for p in m.parameters()} | {id(p) for p in own}
+    return (
+        convolution.bias is None
+        and convolution.groups == convolution.in_channels == convolution.out_channels
+        and isinstance(getattr(norm, "variance_epsilon", None), float)
+        and {id(p) for p in module.parameters()} == known
+    )
+
+
+def fusions(module: nn.Module) -> tuple[str, ...]:
+    """The names of the fusions this module has a use for; the delta rule comes first, without it the others are no gain."""
+    del module
+    return (DELTA_RULE, PACKED, CONVOLUTION, GATED_NORM)
+
+
+def build(module: Any, names: Set[str], ops: Operations) -> FusedDeltaNet:
+    """The fused forward of a module that `matches`."""
+    parts = _parts(module)
+    assert parts is not None, "a module that matches has its parts"  # noqa: S101
+    projection = pack(parts) if PACKED in names else separate(parts)
+    taps = module.conv1d.weight.detach().squeeze(1)
+    return FusedDeltaNet(module, projection, _columns(module, projection), ops, taps)
+
+
+def _parts(module: nn.Module) -> list[nn.Linear] | None:
+    for names in (_SEPARATE, _GROUPED):
+        parts = [getattr(module, name, None) for name in names]
+        if can_pack(parts):
+            return [part for part in parts if isinstance(part, nn.Linear)]
+    return None
+
+
+def _columns(module: Any, projection: Projection) -> Columns:
+    key_heads, value_heads, key_dim, value_dim = (getattr(module, name) for name in _NUMBERS)
+    starts = projection.starts()
+    if len(starts) == len(_SEPARATE):
+        qk = [head * key_dim for head in range(2 * key_heads)]
+        v = [2 * key_heads * key_dim + head * value_dim for head in range(value_heads)]
+        z = [starts[1] + head * value_dim for head in range(value_heads)]
+        b, a = ([start + head for head in range(value_heads)] for start in starts[2:])
+    else:  # for each key head: its query, its key, its values, their gates; and its b, its a
+        each = value_heads // key_heads
+        group = 2 * key_dim + 2 * each * value_dim
+        groups = [head * group for head in range(key_heads)]
+        qk = [*groups, *(start + key_dim for start in groups)]
+        v = [start + 2 * key_dim + i * value_dim for start in groups for i in range(each)]
+        z = [start + each * value_dim for start in v]
+        b = [starts[1] + head * 2 * each + i for head in range(key_heads) for i in range(each)]
+        a = [column + each for column in b]
+    device = module.conv1d.weight.device
+    return Columns(*(torch.tensor(columns, dtype=torch.int32, device=device) for columns in (qk + v, z, b, a)))
