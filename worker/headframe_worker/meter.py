@@ -98,6 +98,24 @@ class Meter:
             self.resumed_tokens += tokens_done
             self.moved_at = time.monotonic()
 
+    def begin_stage(self, *, samples_total: int, tokens_total: int) -> None:
+        """Work on all shards together begins, as prepare and finalize do it."""
+        with self._lock:
+            self.state, self.message = "running", ""
+            self.shard_samples_total, self.shard_tokens_total = samples_total, tokens_total
+            self.moved_at = time.monotonic()
+
+    def advance(self, *, samples: int, tokens: int) -> None:
+        """Samples were dealt with, but not by a model."""
+        now = time.monotonic()
+        with self._lock:
+            self.samples += samples
+            self.tokens += tokens
+            self.shard_samples += samples
+            self.shard_tokens += tokens
+            self._recent.append((now, samples, tokens))
+            self.moved_at = now
+
     def batch_done(self, *, samples: int, tokens: int, padded_tokens: int) -> None:
         """A batch went through the model and its states reached the host."""
         now = time.monotonic()
