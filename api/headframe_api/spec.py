@@ -10,16 +10,18 @@ from headframe_api.base import KubernetesModel
 from headframe_api.worker_spec import WorkerSpec
 
 Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=2_147_483_647)]
+ColumnName = Annotated[str, Field(min_length=1, max_length=255)]
+Location = Annotated[str, Field(min_length=1, max_length=2048)]
 StateDtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
 
 
 class ModelSpec(KubernetesModel):
     """The model whose hidden states are extracted."""
 
-    source: Annotated[str, Field(min_length=1)]
+    source: Location
     """Hub id (`Qwen/Qwen3-8B`), `s3://bucket/prefix`, a directory, or a `.gguf` file."""
-    revision: str | None = None
+    revision: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     """Branch, tag or commit of a hub id; prepare pins it to the commit. Only for hub ids."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """What the model computes in."""
@@ -40,15 +42,15 @@ class ModelSpec(KubernetesModel):
 class DatasetSpec(KubernetesModel):
     """The text, or the tokens, that go through the model."""
 
-    source: Annotated[str, Field(min_length=1)]
+    source: Location
     """Hub id, or a path, glob or `s3://` URI of `.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.arrow` files or a `save_to_disk` directory."""
-    split: Annotated[str, Field(min_length=1)] = "train"
+    split: Annotated[str, Field(min_length=1, max_length=255)] = "train"
     """Split of a hub dataset or of a `save_to_disk` DatasetDict."""
     format: Literal["auto", "messages", "promptCompletion", "text", "tokens"] = "auto"
     """What a row holds; `auto` decides from the columns and says what it decided. `messages` also reads ShareGPT's `conversations`."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: Annotated[dict[str, ColumnName], Field(max_length=16)] = Field(default_factory=dict)
     """Your column for each of ours, where they differ: keys `id`, `messages`, `tools`, `prompt`, `completion`, `text`, `input_ids`, `loss_mask`."""
-    chat_template: str | None = None
+    chat_template: Annotated[str, Field(max_length=131_072)] | None = None
     """A Jinja chat template, or the path of a file that holds one, instead of the tokenizer's own."""
     loss_mask: Literal["assistant", "lastAssistant", "all"] = "assistant"
     """Which tokens a trainer is to learn: every assistant turn, the last one, or all."""
@@ -104,7 +106,7 @@ class StatesSpec(KubernetesModel):
 class OutputSpec(KubernetesModel):
     """Where the dataset of hidden states is written."""
 
-    uri: Annotated[str, Field(min_length=1)]
+    uri: Location
     """`s3://bucket/prefix`, `file:///path`, or a path."""
 
     @model_validator(mode="after")
@@ -120,7 +122,7 @@ class OutputSpec(KubernetesModel):
 class S3Spec(KubernetesModel):
     """How every `s3://` of the spec is reached. Credentials come from boto3's usual chain or the named Secret, never from here."""
 
-    endpoint: str | None = None
+    endpoint: Location | None = None
     """URL of an S3-compatible server; unset means AWS."""
     region: str | None = None
     """Region; unset means boto3's own default."""
@@ -151,7 +153,7 @@ class FailurePolicy(KubernetesModel):
 
     retries_per_shard: Annotated[int, Field(ge=0, le=1000)] = 3
     """Retries of one shard; disruptions (preemption, drain, spot) do not count."""
-    max_failed_shards: Annotated[int, Field(ge=0)] = 0
+    max_failed_shards: Annotated[int, Field(ge=0, le=100_000)] = 0
     """So many shards may fail and the rest is still finalized."""
     max_quarantined_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of the input samples that may end in quarantine."""
@@ -161,25 +163,32 @@ class ExtractionJobSpec(KubernetesModel):
     """The whole configuration of an extraction: `kubectl apply` and `headframe run` take the same."""
 
     model: ModelSpec
+    """The model whose hidden states are extracted. Immutable."""
     dataset: DatasetSpec
+    """The text, or the tokens, that go through the model. Immutable."""
     states: StatesSpec = Field(default_factory=StatesSpec)
+    """Which hidden states are kept, and as what. Immutable."""
     output: OutputSpec
+    """Where the dataset of hidden states is written. Immutable."""
     s3: S3Spec = Field(default_factory=S3Spec)
+    """How every `s3://` of the spec is reached."""
     shards: Auto | Annotated[int, Field(ge=1, le=100_000)] = "auto"
-    """Units of work and retry; `auto` takes enough to balance and resume cheaply, few enough that loading the model stays under 2 % of a shard's time."""
+    """Units of work and retry; `auto` takes enough to balance and resume cheaply, few enough that loading models takes under 2 % of the time. Immutable."""
     workers: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Replicas of the model that work at the same time."""
     batch_tokens: Auto | PositiveInt = "auto"
     """Padded tokens in one forward pass; `auto` finds what fits the GPU's memory."""
     worker: WorkerSpec = Field(default_factory=WorkerSpec)
+    """How the pods look."""
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
+    """How much may go wrong before the job is Failed."""
     suspend: bool = False
     """Stop all pods and keep what is done; false goes on from there."""
     active_deadline_seconds: PositiveInt | None = None
     """Fail if the job is not done so long after its start."""
     pending_deadline_seconds: PositiveInt | None = None
     """Fail if no worker runs so long after the job's start."""
-    ttl_seconds_after_finished: Annotated[int, Field(ge=0)] | None = None
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Delete the ExtractionJob (never its output) so long after it ended."""
 
 
