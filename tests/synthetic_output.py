@@ -32,6 +32,7 @@ from headframe_api.plan import LengthPercentiles, ModelIdentity, Plan, ShardPlan
 from headframe_api.spec import StateDtype
 from headframe_worker.format.cut import PartPlan, shard_parts
 from headframe_worker.format.part import PartArrays, decode_header, encode_part, header_bytes
+from headframe_worker.prepare.tokens_file import tokens_writer
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.local import LocalStore
 
@@ -195,19 +196,15 @@ def _statistics(states: torch.Tensor) -> SlotStatistics:
 
 def _write_tokens(output: SyntheticOutput, shard: ShardPlan) -> None:
     rows = range(shard.first_row, shard.first_row + shard.samples)
-    lists = pa.list_(pa.int64())
-    table = pa.table(
-        {
-            "input_ids": pa.array([output.tokens[row] for row in rows], lists),
-            "loss_mask": pa.array([output.masks[row] for row in rows], lists),
-            "seq_len": pa.array([len(output.tokens[row]) for row in rows], pa.int64()),
-            "sample_id": pa.array([f"sample-{row}" for row in rows], pa.string()),
-        }
-    )
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    output.store.write(tokens_key(shard.index), [memoryview(sink.getvalue())])
+    path = output.directory / tokens_key(shard.index)
+    path.parent.mkdir(exist_ok=True)
+    with tokens_writer(path) as writer:
+        writer.write(
+            np.concatenate([np.zeros(0, np.int64), *(output.tokens[row] for row in rows)]).astype(np.int32),
+            np.concatenate([np.zeros(0, np.int64), *(output.masks[row] for row in rows)]).astype(np.uint8),
+            np.array([len(output.tokens[row]) for row in rows], np.int64),
+            pa.array([f"sample-{row}" for row in rows], pa.string()),
+        )
 
 
 def _job(uri: str) -> ExtractionJob:

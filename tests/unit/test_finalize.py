@@ -136,7 +136,7 @@ def double_a_row(output: SyntheticOutput) -> None:
     path = output.directory / part_key(0, part.part)
     from headframe_worker.reader.stored_part import read_header
 
-    place = read_header(output.store, part_key(0, part.part)).tensors["rows"]
+    place = read_header(output.store, part_key(0, part.part), at_least_bytes=100).tensors["rows"]
     data = bytearray(path.read_bytes())
     end = place.start + place.size_bytes
     data[end - 16 : end - 8] = data[end - 8 : end]
@@ -146,7 +146,7 @@ def double_a_row(output: SyntheticOutput) -> None:
 def change_a_token(output: SyntheticOutput) -> None:
     from headframe_worker.reader.stored_part import read_header
 
-    place = read_header(output.store, part_key(1, 0)).tensors["token_ids"]
+    place = read_header(output.store, part_key(1, 0), at_least_bytes=100).tensors["token_ids"]
     path = output.directory / part_key(1, 0)
     data = bytearray(path.read_bytes())
     data[place.start] ^= 1

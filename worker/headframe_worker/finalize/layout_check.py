@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,21 +11,10 @@ from headframe_api.manifests import PartEntry, PartMetadata
 from headframe_api.plan import Plan
 from headframe_worker.finalize.fault import Fault
 from headframe_worker.format.part import SAFETENSORS_DTYPE, PartHeader
-from headframe_worker.reader.token_rows import TokensShard
+from headframe_worker.prepare.tokens_file import TokensShard
+from headframe_worker.reader.stored_part import StoredPart
 
 _MOST_ROWS_NAMED = 8
-
-
-@dataclass(frozen=True)
-class PartIndex:
-    """A part without its states: what it says of itself and of its samples."""
-
-    key: str
-    header: PartHeader
-    rows: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.uint8]
 
 
 def header_faults(plan: Plan, shard: int, entry: PartEntry, key: str, header: PartHeader, size: int) -> Iterator[Fault]:
@@ -60,26 +48,26 @@ def header_faults(plan: Plan, shard: int, entry: PartEntry, key: str, header: Pa
 
 
 def sample_faults(
-    index: PartIndex, expected: NDArray[np.int64], tokens: TokensShard, first_row: int
+    part: StoredPart, expected: NDArray[np.int64], tokens: TokensShard, first_row: int
 ) -> Iterator[Fault]:
     """Differences between a part's samples and the rows (relative to the shard) that it must hold, in order."""
-    got = index.rows - first_row
+    got = part.rows - first_row
     if not np.array_equal(got, expected):
-        yield from _row_faults(index.key, got, expected, first_row)
+        yield from _row_faults(part.key, got, expected, first_row)
         return
     lengths = tokens.seq_len[expected]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    if not np.array_equal(index.offsets, offsets):
-        wrong = int(np.flatnonzero(index.offsets != offsets)[0])
+    if not np.array_equal(part.offsets, offsets):
+        wrong = int(np.flatnonzero(part.offsets != offsets)[0])
         row = first_row + int(expected[max(0, wrong - 1)])
         yield Fault(
-            f"{index.key} row {row}",
-            f"ends at token {int(index.offsets[wrong])}, by its length in tokens/ it ends at {int(offsets[wrong])}",
+            f"{part.key} row {row}",
+            f"ends at token {int(part.offsets[wrong])}, by its length in tokens/ it ends at {int(offsets[wrong])}",
         )
         return
     for name, values, wanted in (
-        ("token_ids", index.token_ids, tokens.input_ids),
-        ("loss_mask", index.loss_mask, tokens.loss_mask),
+        ("token_ids", part.token_ids, tokens.input_ids),
+        ("loss_mask", part.loss_mask, tokens.loss_mask),
     ):
         different = np.flatnonzero(values != gather(wanted, tokens.offsets, expected))
         if len(different):
@@ -87,9 +75,9 @@ def sample_faults(
             for sample in samples[:_MOST_ROWS_NAMED]:
                 at = int(different[np.searchsorted(different, offsets[sample])] - offsets[sample])
                 row = first_row + int(expected[sample])
-                yield Fault(f"{index.key} row {row}", f"{name} differs from tokens/, first at token {at}")
+                yield Fault(f"{part.key} row {row}", f"{name} differs from tokens/, first at token {at}")
             if len(samples) > _MOST_ROWS_NAMED:
-                yield Fault(index.key, f"{name} differs in {len(samples) - _MOST_ROWS_NAMED:,} more samples")
+                yield Fault(part.key, f"{name} differs in {len(samples) - _MOST_ROWS_NAMED:,} more samples")
 
 
 def gather(flat: NDArray[np.generic], offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.generic]:

@@ -18,11 +18,11 @@ from headframe_api.manifests import PartEntry, ShardManifest
 from headframe_api.names import part_key, shard_manifest_key, shard_prefix, tokens_key
 from headframe_api.plan import Plan, ShardPlan
 from headframe_worker.finalize.fault import Fault
-from headframe_worker.finalize.layout_check import PartIndex, header_faults, sample_faults
+from headframe_worker.finalize.layout_check import header_faults, sample_faults
 from headframe_worker.finalize.samples_index import SAMPLES_SCHEMA
 from headframe_worker.format.cut import PartPlan, shard_parts
-from headframe_worker.reader.stored_part import read_header, read_tensor
-from headframe_worker.reader.token_rows import TokensShard, read_tokens
+from headframe_worker.prepare.tokens_file import TokensShard, read_tokens
+from headframe_worker.reader.stored_part import read_header, read_small_tensors
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.missing import MissingObjectError
 
@@ -155,18 +155,11 @@ def _part_faults(
     if sizes[key] != entry.bytes:
         return [Fault(key, f"has {sizes[key]:,} bytes, the shard's manifest says {entry.bytes:,}")]
     try:
-        header = read_header(store, key, size_bytes=sizes[key])
+        header = read_header(store, key, at_least_bytes=sizes[key])
         faults = list(header_faults(plan, shard.index, entry, key, header, sizes[key]))
         if faults:
             return faults
-        index = PartIndex(
-            key,
-            header,
-            read_tensor(store, key, header, "rows"),
-            read_tensor(store, key, header, "offsets"),
-            read_tensor(store, key, header, "token_ids"),
-            read_tensor(store, key, header, "loss_mask"),
-        )
+        part = read_small_tensors(store, key, header)
     except DataError as error:
         return [Fault(key, error.message)]
     strangers = [
@@ -174,7 +167,7 @@ def _part_faults(
     ]
     if strangers:
         return [Fault(key, f"quarantined rows {strangers} are not among this part's samples")]
-    return list(sample_faults(index, _kept_rows(planned, entry, shard), tokens, shard.first_row))
+    return list(sample_faults(part, _kept_rows(planned, entry, shard), tokens, shard.first_row))
 
 
 def _kept_rows(planned: PartPlan, entry: PartEntry, shard: ShardPlan) -> NDArray[np.int64]:
