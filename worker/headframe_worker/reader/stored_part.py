@@ -7,11 +7,13 @@ three where it is long; it is about a thousandth of the part and is worth keepin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headframe_api.errors import DataError
 from headframe_worker.format.part import PartHeader, decode_header, header_bytes
 from headframe_worker.stores.base import Store
 
@@ -54,14 +56,17 @@ def read_small_tensors(store: Store, key: str, header: PartHeader) -> StoredPart
     places = {name: header.tensors[name] for name in names}
     start = min(place.start for place in places.values())
     front = store.read_range(key, start, states.start - start)
-    arrays: dict[str, NDArray[Any]] = {
-        name: np.frombuffer(front, _NUMPY_DTYPE[place.dtype], int(np.prod(place.shape)), place.start - start).reshape(
-            place.shape
-        )
-        for name, place in places.items()
-    }
     mask = header.tensors["loss_mask"]
     data = store.read_range(key, mask.start, mask.size_bytes) if mask.size_bytes else b""
+    try:
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.frombuffer(front, _NUMPY_DTYPE[place.dtype], prod(place.shape), place.start - start).reshape(
+                place.shape
+            )
+            for name, place in places.items()
+        }
+    except (ValueError, KeyError) as error:
+        raise DataError(f"{store.uri}/{key}: its header does not fit its tensors: {error}") from error
     return StoredPart(
         key,
         header,

@@ -45,6 +45,10 @@ class Store(Protocol):
         """Exactly `length` bytes from `start`, by one request. Raises MissingObjectError, or DataError where the object is shorter."""
         ...
 
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill a writable buffer of bytes from `start`; else as read_range. Readers use it: states of a sample go where they stay."""
+        ...
+
     def fetch(self, key: str, directory: Path) -> Path:
         """A local file with the object's bytes: the object itself where it is local, else a download into directory."""
         ...

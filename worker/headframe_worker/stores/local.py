@@ -50,18 +50,23 @@ class LocalStore:
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """See Store."""
+        data = bytearray(length)
+        self.read_into(key, start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """See Store."""
         with self._errors(key, "read"):
             descriptor = os.open(self.directory / key, os.O_RDONLY)
             try:
-                data = os.pread(descriptor, length, start)
-                while len(data) < length:  # one pread returns at most 2 GiB
-                    more = os.pread(descriptor, length - len(data), start + len(data))
-                    if not more:
+                done = 0
+                while done < len(buffer):  # one read returns at most 2 GiB
+                    count = os.preadv(descriptor, [buffer[done:]], start + done)
+                    if not count:
                         raise DataError(
-                            f"{self.directory / key}: ends at byte {start + len(data)}, needed up to {start + length}"
+                            f"{self.directory / key}: ends at byte {start + done}, needed up to {start + len(buffer)}"
                         )
-                    data += more
-                return data
+                    done += count
             finally:
                 os.close(descriptor)
 
