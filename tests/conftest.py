@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from testbed.control_plane import ControlPlane
+from testbed.node import NodeCluster, borrowed_node_cluster
 from testbed.s3 import S3Server
 from testbed.tools import require
 from testbed.toxiproxy import Toxiproxy
@@ -36,3 +37,10 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
     """A namespace of the control plane for one test."""
     with control_plane.namespace() as name:
         yield name
+
+
+@pytest.fixture(scope="session")
+def node_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeCluster]:
+    """A Kubernetes with one real node, on which containers run; a test makes its own `namespace()` in it."""
+    with require(), borrowed_node_cluster(tmp_path_factory.mktemp("node-cluster")) as cluster:
+        yield cluster

@@ -91,7 +91,7 @@ class ControlPlane(ClusterAccess):
 
     def _process(self, name: str, flags: list[str], health: str) -> Process:
         log = self.folder / f"{name}.log"
-        return Process([go_tool("kube", name), *flags], log, ready=lambda: _healthy(health), timeout_seconds=120)
+        return Process([go_tool("kube", name), *flags], log, ready=lambda: healthy(health), timeout_seconds=120)
 
     def _controller(self, name: str, flags: list[str]) -> Process:
         port = free_port()
@@ -158,7 +158,7 @@ class ControlPlane(ClusterAccess):
         ]
 
 
-def _healthy(url: str) -> bool:
+def healthy(url: str) -> bool:
     """Whether a component says that it is ready. Its own certificate is not checked: the address is ours."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

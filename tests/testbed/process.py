@@ -44,6 +44,11 @@ class Process:
             raise RuntimeError(f"{self.name} is not running")
         return self._child.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether the process runs."""
+        return self._child is not None and self._child.poll() is None
+
     def launch(self) -> None:
         """Start the process and return at once, so that components which need each other start together."""
         if self._child is not None:
@@ -60,14 +65,11 @@ class Process:
 
     def wait_ready(self) -> None:
         """Return when the component is ready; raise RuntimeError with the end of its log where it died or is late."""
-        assert self._child is not None
         try:
-            wait_until(
-                lambda: self._child is None or self._child.poll() is not None or self._ready(), self._timeout_seconds
-            )
+            wait_until(lambda: not self.running or self._ready(), self._timeout_seconds)
         except TimeoutError:
             raise RuntimeError(f"{self.name} was not ready in {self._timeout_seconds} s\n{self.tail()}") from None
-        if self._child is None or self._child.poll() is not None:
+        if not self.running:
             raise RuntimeError(f"{self.name} ended while it started\n{self.tail()}")
 
     def start(self) -> None:

@@ -83,8 +83,7 @@ def go_tool(name: str, applet: str | None = None) -> Path:
     tool = TOOLS[name]
     folder = CACHE / "tools" / f"{name}-{_version(tool)}-{_digest(GO_MODULES / name, tool)}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_suffix(".lock")):
+        with locked(folder):
             if not folder.exists():
                 _build(tool, folder)
     return folder / (applet or name)
@@ -113,6 +112,15 @@ def require() -> Iterator[None]:
         if os.environ.get("HEADFRAME_REQUIRE_ALL") == "1":
             pytest.fail(f"HEADFRAME_REQUIRE_ALL=1, but {reason}", pytrace=False)
         pytest.skip(str(reason))
+
+
+@contextmanager
+def locked(thing: Path) -> Iterator[None]:
+    """Hold the lock file beside `thing`, so that two processes do not make it at once."""
+    thing.parent.mkdir(parents=True, exist_ok=True)
+    with thing.with_name(f"{thing.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _go() -> Path:
@@ -170,13 +178,6 @@ def _run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     if result.returncode != 0:
         raise MissingTool(f"`{' '.join(command)}` failed in {folder}:\n{result.stderr[-2000:]}")
     return result.stdout
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

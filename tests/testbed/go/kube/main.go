@@ -4,13 +4,13 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
 
 	"github.com/spf13/cobra"
 	"go.etcd.io/etcd/server/v3/etcdmain"
-	"k8s.io/apiserver/pkg/server"
 	"k8s.io/component-base/cli"
 	_ "k8s.io/component-base/logs/json/register"
 	_ "k8s.io/component-base/metrics/prometheus/clientgo"
@@ -52,7 +52,7 @@ func component(name string) (*cobra.Command, error) {
 	case "kube-proxy":
 		return proxy.NewProxyCommand(), nil
 	case "kubelet":
-		return kubelet.NewKubeletCommand(server.SetupSignalContext()), nil
+		return kubelet.NewKubeletCommand(context.Background()), nil
 	case "kubectl":
 		return kubectl.NewDefaultKubectlCommand(), nil
 	}

@@ -1,0 +1,116 @@
+"""What a real node takes from this machine (a bridge, a cgroup, packet rules, mounts), and how the machine gets it back.
+
+There is one node at a time on a machine: a second test run waits for the first. What an aborted run left behind is
+cleaned away before the next begins.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from testbed.process import wait_until
+from testbed.tools import need_root, system_tool
+
+BRIDGE = "headframe0"
+ADDRESS = "10.88.0.1"  # the machine's on the bridge
+POD_ADDRESSES = "10.88.0.0/16"
+STATE = Path("/run/headframe-testbed")
+CGROUP = "headframe-testbed"
+_CGROUPS = Path("/sys/fs/cgroup")
+_FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
+
+
+@contextmanager
+def borrowed_machine() -> Iterator[None]:
+    """Hold the machine for one node: its bridge and cgroup are there within, and nothing of the node afterwards."""
+    need_root()
+    with STATE.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _clean_up()
+        forwarding = _FORWARDING.read_text()
+        try:
+            _set_up()
+            yield
+        finally:
+            _FORWARDING.write_text(forwarding)
+            _clean_up()
+
+
+def _set_up() -> None:
+    STATE.mkdir()
+    _ip("link", "add", BRIDGE, "type", "bridge")
+    _ip("address", "add", f"{ADDRESS}/{POD_ADDRESSES.split('/')[1]}", "dev", BRIDGE)
+    _ip("link", "set", BRIDGE, "up")
+    _FORWARDING.write_text("1\n")
+    for parent in _hierarchies():
+        (parent / CGROUP).mkdir()
+        for setting in (
+            "cpuset.cpus",
+            "cpuset.mems",
+        ):  # empty in a new cgroup of version 1, which then takes no process
+            if (parent / setting).exists():
+                (parent / CGROUP / setting).write_text((parent / setting).read_text())
+
+
+def _clean_up() -> None:
+    _kill_processes()
+    for mount in reversed(_mounts_below(STATE)):
+        subprocess.run(["umount", "--lazy", mount], check=True)
+    shutil.rmtree(STATE, ignore_errors=True)
+    for parent in _hierarchies():
+        for group, _, _ in os.walk(parent / CGROUP, topdown=False):
+            wait_until(partial(_removed, Path(group)))
+    if Path("/sys/class/net", BRIDGE).exists():
+        _ip("link", "delete", BRIDGE)
+    for family in ("ip", "ip6"):  # kube-proxy leaves its rules in place when it ends
+        subprocess.run(
+            [system_tool("nft", "nftables"), "delete", "table", family, "kube-proxy"], capture_output=True, check=False
+        )
+
+
+def _kill_processes() -> None:
+    """Kill what runs in the node's cgroup, and the shims that outlive their containerd."""
+    for parent in _hierarchies():
+        for procs in (parent / CGROUP).rglob("cgroup.procs"):
+            for pid in procs.read_text().split():
+                _kill(int(pid))
+    socket = f"{STATE}/containerd.sock"
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_text().split("\0")
+            if words[0].endswith("containerd-shim-runc-v2") and socket in words:
+                _kill(int(process.name))
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _removed(group: Path) -> bool:
+    """Whether a cgroup is gone; the kernel refuses while a killed process is still on its way out."""
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
+def _hierarchies() -> list[Path]:
+    """The roots of the cgroup hierarchies: one for version 2, one per controller for version 1."""
+    if (_CGROUPS / "cgroup.controllers").exists():
+        return [_CGROUPS]
+    return [path for path in _CGROUPS.iterdir() if path.is_dir() and path.name != "unified" and not path.is_symlink()]
+
+
+def _mounts_below(folder: Path) -> list[str]:
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [point for point in points if Path(point).is_relative_to(folder)]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run([system_tool("ip", "iproute2"), *arguments], check=True)
