@@ -6,7 +6,7 @@ A dataset is finished by exactly one thing: `_SUCCESS`, which holds the digest o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ def _check_shards(
     return totals
 
 
-def stray_shards(plan: Plan, sizes: dict[str, int]) -> list[Fault]:
+def stray_shards(plan: Plan, sizes: Mapping[str, int]) -> list[Fault]:
     """Objects under states/ that belong to no shard of the plan."""
     planned = {shard_manifest_key(shard.index).rpartition("/")[0] for shard in plan.shards}
     return [Fault(key, "belongs to no shard of the plan") for key in sizes if key.rpartition("/")[0] not in planned]
