@@ -27,6 +27,12 @@ SHARD_ENVIRONMENT = "JOB_COMPLETION_INDEX"
 """Which shard `headframe extract` works on; Kubernetes sets it in the pods of an Indexed Job."""
 TERMINATION_LOG_ENVIRONMENT = "HEADFRAME_TERMINATION_LOG"
 """Where a stage writes its TerminationMessage; in pods /dev/termination-log. Unset: nowhere."""
+CA_BUNDLE_ENVIRONMENT = "AWS_CA_BUNDLE"
+"""File of certificate authorities in PEM for S3 endpoints; boto3's own variable. Pods find spec.s3.caSecret mounted there."""
+CA_BUNDLE_PATH = "/etc/headframe/s3/ca.crt"
+"""Where the operator mounts `ca.crt` of spec.s3.caSecret."""
+S3_RETRY_SECONDS_ENVIRONMENT = "HEADFRAME_S3_RETRY_SECONDS"
+"""How long a request to an object store that is down is tried again; unset: 25 minutes."""
 
 # Object keys, relative to the output's URI.
 JOB_KEY = "job.json"

@@ -127,7 +127,7 @@ class S3Spec(KubernetesModel):
     region: str | None = None
     """Region; unset means boto3's own default."""
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """How the bucket is named in requests."""
+    """How the bucket is named in requests; `auto` is in the path where an endpoint is given, in the host name on AWS."""
     credentials_secret: str | None = None
     """Kubernetes Secret whose keys become the worker's environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN."""
     ca_secret: str | None = None

@@ -9,13 +9,20 @@ from headframe_api.errors import ConfigError
 from headframe_api.spec import S3Spec
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.local import LocalStore
+from headframe_worker.stores.observer import StoreObserver
+from headframe_worker.stores.s3.store import S3Store, tuning_from_environment
 
 
-def open_store(uri: str, s3: S3Spec) -> Store:  # noqa: ARG001  (the S3 store takes it)
-    """The store at `s3://bucket/prefix`, `file:///path` or a path. Raises ConfigError for any other scheme."""
+def open_store(uri: str, s3: S3Spec, *, observer: StoreObserver | None = None) -> Store:
+    """The store at `s3://bucket/prefix`, `file:///path` or a path. Raises ConfigError for any other scheme.
+
+    The observer hears when requests must wait for the object store.
+    """
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return LocalStore(Path(uri))
     if scheme == "file":
         return LocalStore(Path(unquote(urlsplit(uri).path)))
+    if scheme == "s3":
+        return S3Store(uri, s3, tuning=tuning_from_environment(), observer=observer)
     raise ConfigError(f"{uri}: scheme {scheme!r} is not supported; use s3://bucket/prefix, file:///path or a path")
