@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from testbed.control_plane import ControlPlane
+from testbed.kueue import Kueue
 from testbed.node import NodeCluster, borrowed_node_cluster
 from testbed.s3 import S3Server
 from testbed.tools import require
@@ -44,3 +45,10 @@ def node_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeClust
     """A Kubernetes with one real node, on which containers run; a test makes its own `namespace()` in it."""
     with require(), borrowed_node_cluster(tmp_path_factory.mktemp("node-cluster")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def kueue(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kueue]:
+    """Kueue in the control plane; a test makes its own queue with `add_queue(namespace, name, gpus=...)`."""
+    with require(), Kueue(control_plane, tmp_path_factory.mktemp("kueue")) as running:
+        yield running

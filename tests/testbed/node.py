@@ -82,7 +82,7 @@ class NodeCluster(ControlPlane):
     def _containerd_process(self) -> Process:
         networks = self._write("cni/bridge.conflist", json.dumps(_network()))
         config = _containerd_config(pause_image=self._pause_image, networks=networks.parent)
-        command = [system_tool("containerd"), f"--config={self._write('containerd.toml', config)}"]
+        command = [str(system_tool("containerd")), f"--config={self._write('containerd.toml', config)}"]
         return Process(command, self.folder / "containerd.log", ready=self._containerd_answers)
 
     def _containerd_answers(self) -> bool:
