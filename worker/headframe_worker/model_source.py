@@ -151,7 +151,7 @@ def _snapshot(spec: ModelSpec, patterns: list[str]) -> Path:
 
 def _from_store(spec: ModelSpec, store: Store, directory: Path, *, gguf_file: str | None, weights: bool) -> ModelFiles:
     """A model that lies in a directory or under an S3 prefix; `directory` is where its files are, or are to be brought."""
-    files = {info.key: info for info in store.list() if "/" not in info.key}
+    files = {info.key: info for info in store.list(gguf_file or "") if "/" not in info.key}
     if gguf_file is None and _CONFIGURATION not in files:
         gguf_file = _only_gguf(spec.source, sorted(files))
     elif gguf_file is not None and gguf_file not in files:

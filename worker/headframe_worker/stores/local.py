@@ -31,7 +31,7 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See Store."""
-        top = self.directory / prefix if prefix.endswith("/") else (self.directory / prefix).parent
+        top = self.directory / prefix if not prefix or prefix.endswith("/") else (self.directory / prefix).parent
         if not top.is_dir():
             return
         found = []

@@ -1,0 +1,149 @@
+"""What can be known of a model without its weights: sizes, final norm, and how much work a token is."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from headframe_api.errors import ConfigError
+from headframe_api.plan import ModelIdentity
+from headframe_api.spec import ModelSpec
+from headframe_worker.model_source import ModelFiles
+
+NormGain = Literal["weight", "1+weight", "none"]
+_EXPERTS_TOTAL = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Of the decoder stack with its embeddings."""
+
+    parameters: int
+    active_parameters: int
+    """Those that one token goes through: of a mixture's experts only the chosen ones."""
+
+
+def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, ModelSize]:
+    """Build the model on the meta device and read off what the plan states of it.
+
+    Of a multimodal checkpoint the text model counts. Raises ConfigError where it is no decoder-only text model.
+    """
+    whole = files.config()
+    config = whole.get_text_config()
+    if getattr(whole, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"spec.model.source: {spec.source} is an encoder-decoder ({whole.model_type}); only decoder-only models are read",
+            reason="ModelNotSupported",
+        )
+    model = _on_meta(config, files)
+    layers = int(config.num_hidden_layers)
+    norm = _final_norm(model, layers, int(config.hidden_size))
+    identity = ModelIdentity(
+        source=spec.source,
+        revision=files.revision,
+        architecture=_architecture(config, whole, model),
+        model_type=config.model_type,
+        num_layers=layers,
+        hidden_size=int(config.hidden_size),
+        vocab_size=int(config.vocab_size),
+        context_length=_context_length(config),
+        dtype=spec.dtype,
+        norm_type=type(norm).__name__,
+        norm_gain=_norm_gain(norm, int(config.hidden_size)),
+        norm_epsilon=_norm_epsilon(norm),
+    )
+    return identity, _size(model, config)
+
+
+def _on_meta(config: Any, files: ModelFiles) -> nn.Module:
+    from transformers import AutoModel  # noqa: PLC0415
+
+    try:
+        with torch.device("meta"):
+            build: Any = AutoModel.from_config
+            model: nn.Module = build(config, trust_remote_code=files.trust_remote_code)
+    except Exception as error:  # whatever a model's class makes of its configuration
+        raise ConfigError(
+            f"spec.model.source: {files.source}: no model can be built of its configuration: {' '.join(str(error).split())[:500]}",
+            reason="ModelNotLoadable",
+        ) from error
+    return model
+
+
+def _architecture(config: Any, whole: Any, model: nn.Module) -> str:
+    """As the checkpoint states it; GGUF and inner text configurations state none, then Transformers' class for the type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
+
+    stated = config.architectures or whole.architectures
+    return str(stated[0] if stated else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, type(model).__name__))
+
+
+def _context_length(config: Any) -> int | None:
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _final_norm(model: nn.Module, layers: int, hidden_size: int) -> nn.Module:
+    """The norm beside the stack of decoder layers: of the stack's siblings the last one that is shaped like a norm over H."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            children = list(parent.named_children())
+            after = [child for _, child in children[[child is module for _, child in children].index(True) + 1 :]]
+            before = [child for _, child in children if child is not module and child not in after]
+            norms = [child for child in (*before, *after) if _is_norm(child, hidden_size)]
+            if norms:
+                return norms[-1]
+    raise ConfigError(
+        f"spec.model.source: no final norm beside a stack of {layers} decoder layers in {type(model).__name__}: "
+        "this is not a decoder-only model that Headframe knows how to read",
+        reason="ModelNotSupported",
+    )
+
+
+def _is_norm(module: nn.Module, hidden_size: int) -> bool:
+    if "norm" not in type(module).__name__.lower() or any(True for _ in module.children()):
+        return False
+    return all(parameter.shape == (hidden_size,) for parameter in module.parameters())
+
+
+def _norm_gain(norm: nn.Module, hidden_size: int) -> NormGain:
+    """Run the norm's own code with a weight of zeros: what is left tells how it uses its weight."""
+    if not any(True for _ in norm.parameters()):
+        return "none"
+    probe = copy.deepcopy(norm).to_empty(device="cpu").float()
+    with torch.no_grad():
+        for parameter in probe.parameters():
+            parameter.zero_()
+        output = probe(torch.linspace(-1.0, 1.0, hidden_size).reshape(1, 1, -1))
+    return "1+weight" if bool(output.abs().max() > 1e-3) else "weight"
+
+
+def _norm_epsilon(norm: nn.Module) -> float | None:
+    values = [value for name, value in vars(norm).items() if "eps" in name and isinstance(value, float)]
+    return values[0] if values else None
+
+
+def _size(model: nn.Module, config: Any) -> ModelSize:
+    total = experts = 0
+    for name, parameter in model.named_parameters():
+        count = math.prod(parameter.shape)
+        total += count
+        experts += count if ".experts." in name else 0
+    fraction = _first(config, _EXPERTS_USED, 1) / _first(config, _EXPERTS_TOTAL, 1) if experts else 1.0
+    return ModelSize(total, int(total - experts * (1 - min(1.0, fraction))))
+
+
+def _first(config: Any, names: tuple[str, ...], default: int) -> int:
+    values: Mapping[str, Any] = {name: getattr(config, name, None) for name in names}
+    return next((value for value in values.values() if isinstance(value, int) and value > 0), default)
