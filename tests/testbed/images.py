@@ -19,6 +19,7 @@ from testbed.tools import CACHE, locked, need_root, system_tool
 _BASE = {"suite": "bookworm", "variant": "minbase", "include": "ca-certificates,python3,python3-venv"}
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's programs look for it
+_KEPT = 3  # images of one name; they share most layers, but a disk is finite
 _STORE = CACHE / "buildah"
 
 
@@ -67,7 +68,7 @@ def build_image(
     """Build a Dockerfile of the repository at `root` by buildah; return the image's full name, `localhost/NAME:DIGEST`.
 
     The context is what git would commit of `paths`, so no leftover of the working tree gets in, and a change elsewhere
-    builds nothing. RUN steps share the host's network and trust its certificates; neither stays in the image.
+    builds nothing. RUN steps share the host's network and trust its certificates, which do not stay in the image.
     """
     options = [f"--build-arg={key}={value}" for key, value in sorted((arguments or {}).items())]
     options += [f"--target={target}"] if target else []
@@ -83,7 +84,15 @@ def build_image(
                     shutil.copy2(root / file, context / file)
                 how = ["--layers", "--pull-never", "--network=host", *_trust(Path(folder)), *options]
                 _run([*_buildah("build"), *how, "--file", context / dockerfile, "--tag", full_name, context])
+            for old in known_images(f"localhost/{name}")[_KEPT:]:
+                _run([*_buildah("rmi"), old])
     return full_name
+
+
+def known_images(repository: str) -> list[str]:
+    """The images of one repository (`localhost/NAME`) that are built, the newest first."""
+    listed = _run([*_buildah("images"), "--format={{.Name}}:{{.Tag}}"]).split()
+    return [name for name in listed if name.startswith(f"{repository}:")]
 
 
 def save_image(name: str) -> "subprocess.Popen[bytes]":

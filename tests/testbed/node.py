@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from testbed.control_plane import ControlPlane, healthy
-from testbed.images import busybox_image, save_image
+from testbed.images import busybox_image, known_images, save_image
 from testbed.machine import ADDRESS, BRIDGE, CGROUP, POD_ADDRESSES, STATE, borrowed_machine
 from testbed.process import Process, free_port, wait_until
 from testbed.tools import CACHE, go_tool, system_tool
@@ -69,6 +69,11 @@ class NodeCluster(ControlPlane):
             imported = subprocess.run(command, stdin=archive.stdout, capture_output=True, text=True, check=False)
         if archive.returncode or imported.returncode:
             raise RuntimeError(f"could not import {name}: {imported.stderr}")
+        repository = name.rsplit(":", 1)[0]
+        current = known_images(repository)
+        for image in self._run_ctr("images", "list", "--quiet").split():
+            if image.startswith(f"{repository}:") and image not in current:
+                self._run_ctr("images", "remove", image)
 
     def _remove_containers(self) -> None:
         if self._containerd.running:

@@ -3,11 +3,14 @@
 from base64 import b64encode
 from pathlib import Path
 
+import boto3
 import pytest
 from awscrt.checksums import crc64nvme
+from botocore import UNSIGNED
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, SSLError
 
+from testbed.certificates import CertificateAuthority
 from testbed.s3 import S3Server
 from testbed.toxiproxy import Toxiproxy
 
@@ -70,6 +73,16 @@ def test_objects_survive_an_outage_of_the_s3_server(tmp_path: Path) -> None:
             server.client(config=ONCE).get_object(Bucket=bucket, Key="k")
         server.start()
         assert server.client().get_object(Bucket=bucket, Key="k")["Body"].read() == b"kept"
+
+
+def test_the_s3_server_speaks_tls_to_who_trusts_its_authority(tmp_path: Path) -> None:
+    with S3Server(tmp_path, authority=CertificateAuthority(tmp_path / "pki")) as server:
+        bucket = server.new_bucket()
+        assert server.endpoint.startswith("https://")
+        anonymous = Config(retries={"total_max_attempts": 1}, signature_version=UNSIGNED)
+        stranger = boto3.client("s3", endpoint_url=server.endpoint, region_name=server.region, config=anonymous)
+        with pytest.raises(SSLError):
+            stranger.head_bucket(Bucket=bucket)
 
 
 def test_a_proxy_cuts_and_mends(s3_server: S3Server, toxiproxy: Toxiproxy) -> None:
