@@ -33,6 +33,8 @@ CA_BUNDLE_PATH = "/etc/headframe/s3/ca.crt"
 """Where the operator mounts `ca.crt` of spec.s3.caSecret."""
 S3_RETRY_SECONDS_ENVIRONMENT = "HEADFRAME_S3_RETRY_SECONDS"
 """How long a request to an object store that is down is tried again; unset: 25 minutes."""
+LOG_FORMAT_ENVIRONMENT = "HEADFRAME_LOG_FORMAT"
+"""`text` or `json`: how every process writes its log."""
 
 # Object keys, relative to the output's URI.
 JOB_KEY = "job.json"

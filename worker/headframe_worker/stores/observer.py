@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headframe_api.progress import ProgressState
+from headframe_worker.meter import Meter
+
 
 def _ignore_message(_: str | None) -> None:
     pass
@@ -22,3 +25,17 @@ class StoreObserver:
     """Something outside holds requests up, in words; None: they succeed again."""
     retried: Callable[[], None] = _ignore
     """A request is sent again."""
+
+
+def tell(meter: Meter) -> StoreObserver:
+    """An observer that lets a meter say `waiting` while a store is down, and after that what it said before."""
+    before: list[tuple[ProgressState, str]] = []
+
+    def waiting(message: str | None) -> None:
+        if message is not None:
+            before[:] = [(meter.state, meter.message)]
+            meter.set_state("waiting", message)
+        elif before and meter.state == "waiting":
+            meter.set_state(*before.pop())
+
+    return StoreObserver(waiting, lambda: meter.count_retry("upload_retries"))
