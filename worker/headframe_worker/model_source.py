@@ -201,9 +201,7 @@ def _bring(store: Store, info: ObjectInfo, directory: Path) -> None:
     target = directory / info.key
     if target.is_file() and target.stat().st_size == info.size_bytes:
         return
-    fetched = store.fetch(info.key, directory)
-    if fetched != target:
-        fetched.replace(target)
+    store.fetch(info.key, directory)
 
 
 def _files_revision(store: Store, deciding: Sequence[str], weight_files: Sequence[ObjectInfo]) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from headframe_api.errors import HeadframeError
 from headframe_api.exit_codes import ExitCode
+from headframe_worker.cli import plan, prepare
 from headframe_worker.cli.console import print_error
 
 app = typer.Typer(
@@ -24,6 +25,8 @@ app = typer.Typer(
 _EVERYDAY, _DATASETS, _STAGES = "Run a job", "Look at a dataset of hidden states", "Stages, as pods run them"
 
 # app.command(NAME, rich_help_panel=PANEL)(module.command)
+app.command("plan", rich_help_panel=_EVERYDAY)(plan.command)
+app.command("prepare", rich_help_panel=_STAGES)(prepare.command)
 
 
 def _print_version(wanted: bool) -> None:

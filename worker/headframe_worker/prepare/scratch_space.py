@@ -1,29 +1,23 @@
-"""A directory for one run of prepare, gone when it ends; what a killed run left is removed by the next."""
+"""A directory for one run of prepare, gone when it ends."""
 
 from __future__ import annotations
 
 import errno
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from headframe_api.errors import TemporaryError
-
-_PREFIX = "prepare-"
 
 
 @contextmanager
 def scratch_space(scratch: Path) -> Iterator[Path]:
     """An empty directory below scratch. A full disk becomes a TemporaryError that names it."""
-    own = scratch / f"{_PREFIX}{os.getpid()}"
     try:
-        for left in scratch.glob(f"{_PREFIX}*"):
-            if left == own or not _alive(left.name.removeprefix(_PREFIX)):
-                shutil.rmtree(left, ignore_errors=True)
-        own.mkdir(parents=True)
-        yield own
+        scratch.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="prepare-", dir=scratch, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise TemporaryError(
@@ -31,15 +25,3 @@ def scratch_space(scratch: Path) -> Iterator[Path]:
                 reason="NoSpaceLeft",
             ) from error
         raise
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
-
-
-def _alive(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True

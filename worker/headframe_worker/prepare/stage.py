@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -56,11 +57,13 @@ def prepare(
     processes: int | None = None,
     fresh: bool = False,
     part_target_bytes: int = PART_TARGET_BYTES,
+    stop: threading.Event | None = None,
 ) -> Prepared:
     """Tokenise the dataset of a job and commit its plan; reuse what an earlier run of the same inputs made.
 
     `processes` tokenise; None takes as many as there are CPUs for this process. `fresh` first deletes what Headframe wrote to
-    the output. Raises ConfigError for whatever must change in the manifest, the model or the dataset before any GPU is taken.
+    the output. `stop` ends it between two blocks with a StoppedError. Raises ConfigError for whatever must change in the
+    manifest, the model or the dataset before any GPU is taken.
     """
     spec = job.spec
     meter.set_state("running", "looking at the model and the dataset")
@@ -87,7 +90,7 @@ def prepare(
         meter.set_state("running", "tokenising")
         spool = Spool(space / "spool.arrow")
         quarantine = space / "quarantine.jsonl"
-        totals = tokenise(reading, spool, quarantine, meter, processes=processes or available_cpus())
+        totals = tokenise(reading, spool, quarantine, meter, processes=processes or available_cpus(), stop=stop)
         _publish_quarantine(output, quarantine, totals, spec)
         shards = count_shards(spec, size, samples=totals.samples, tokens=totals.tokens)
         meter.set_state("running", "writing tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headframe_api.errors import ConfigError
+from headframe_api.errors import ConfigError, StoppedError
 from headframe_api.manifests import QuarantinedRow
 from headframe_api.names import tokens_key
 from headframe_api.plan import LengthPercentiles, ShardPlan, StatesLayout
@@ -79,11 +80,21 @@ class Totals:
                 examples.append(refusal)
 
 
-def tokenise(reading: Reading, spool: Spool, quarantine: Path, meter: Meter, *, processes: int) -> Totals:
-    """The first pass. Refused rows become lines of the quarantine file."""
+def tokenise(
+    reading: Reading,
+    spool: Spool,
+    quarantine: Path,
+    meter: Meter,
+    *,
+    processes: int,
+    stop: threading.Event | None = None,
+) -> Totals:
+    """The first pass. Refused rows become lines of the quarantine file. Raises StoppedError when `stop` is set."""
     totals = Totals(np.zeros(reading.encoder.max_length + 1, np.int64))
     with quarantine.open("wb") as refused:
         for block in encode_blocks(reading.encoder, reading.blocks, processes=processes):
+            if stop is not None and stop.is_set():
+                raise StoppedError("stopped while tokenising; the same command begins prepare anew")
             spool.append(block)
             totals.add(block)
             for refusal in block.refusals:
