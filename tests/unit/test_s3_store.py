@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+import os
 import pickle
 import threading
+import time
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from headframe_api.errors import ConfigError, DataError, TemporaryError
+from headframe_api.errors import ConfigError, DataError, HeadframeError, TemporaryError
 from headframe_api.spec import S3Spec
 from headframe_worker.checksum import crc64, digest_text
 from headframe_worker.stores.missing import MissingObjectError
@@ -309,7 +313,7 @@ def test_an_object_replaced_during_a_download_is_downloaded_whole(
 
 @pytest.mark.parametrize(
     ("kind", "attributes"),
-    [("latency", {"latency": 150, "jitter": 100}), ("bandwidth", {"rate": 4000}), ("slicer", {"average_size": 700})],
+    [("latency", {"latency": 100, "jitter": 100}), ("bandwidth", {"rate": 4000}), ("slicer", {"average_size": 700})],
 )
 def test_a_slow_link_is_only_slow(
     s3_server: S3Server, toxiproxy: Toxiproxy, uri: str, tmp_path: Path, kind: str, attributes: dict[str, int]
@@ -322,6 +326,27 @@ def test_a_slow_link_is_only_slow(
     assert store.fetch("k", tmp_path).read_bytes() == LARGE[: 7 * MIB]
     store.close()
     link.delete()
+
+
+def test_five_seconds_of_latency_or_64_kib_a_second_are_no_fault(
+    s3_server: S3Server, toxiproxy: Toxiproxy, uri: str
+) -> None:
+    store = S3Store(uri, S3Spec(endpoint=s3_server.endpoint), tuning=TUNING)
+    store.check_writable()
+    capabilities = store._here().capabilities
+    retries: list[None] = []
+    observer = StoreObserver(retried=lambda: retries.append(None))
+    for toxic in ({"kind": "latency", "latency": 5000}, {"kind": "bandwidth", "rate": 64}):
+        link = toxiproxy.proxy(f"{s3_server.host}:{s3_server.port}")
+        link.add(str(toxic.pop("kind")), stream="upstream", **toxic)  # type: ignore[arg-type]
+        slow = S3Store(uri, S3Spec(endpoint=f"http://{link.address}"), tuning=TUNING, observer=observer)
+        slow._here().capabilities = capabilities  # what was found out without the toxic
+        assert slow.write("k", [LARGE[:300_000]]).created
+        slow.close()
+        link.delete()
+    assert store.read("k") == LARGE[:300_000]
+    assert retries == []
+    store.close()
 
 
 def test_connections_that_are_reset_mid_body_are_made_again(
@@ -508,6 +533,103 @@ def test_expired_credentials_that_refresh_go_on(
     proxy.without_headers = ("x-amz-security-token",)
     assert proxied.write("k", [LARGE], exclusive=True).created
     assert proxied.read("k") == LARGE
+
+
+def test_a_credential_process_is_asked_again_when_the_server_says_expired(
+    proxied: S3Store, proxy: FaultyProxy, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+    script = tmp_path / "credentials.sh"
+    keys = f'"AccessKeyId": "{s3_server.access_key}", "SecretAccessKey": "{s3_server.secret_key}"'
+    script.write_text(
+        f"#!/bin/sh\necho x >> {calls}\n"
+        f"""echo '{{"Version": 1, {keys}, "Expiration": "2099-01-01T00:00:00Z", "SessionToken": "'$(wc -l < {calls})'"}}'\n"""
+    )
+    script.chmod(0o755)
+    config = tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = {script}\n")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    proxy.without_headers = ("x-amz-security-token",)
+    store = S3Store(proxied.uri, S3Spec(endpoint=proxy.endpoint), tuning=TUNING)
+    store.check_writable()
+    asked = len(calls.read_text().split())
+    proxy.inject(
+        lambda request: int(request.headers["x-amz-security-token"]) <= asked, times=10**6, answer=(403, "ExpiredToken")
+    )
+    assert store.write("k", [LARGE], exclusive=True).created
+    assert len(calls.read_text().split()) == asked + 1
+    assert store.read("k") == LARGE
+    store.close()
+
+
+def test_no_error_and_no_log_line_holds_a_secret(
+    proxied: S3Store, proxy: FaultyProxy, s3_server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    secrets_known = (s3_server.access_key, s3_server.secret_key)
+    texts = []
+    for status, code in ((403, "AccessDenied"), (403, s3_server.secret_key), (503, f"SlowDown {s3_server.access_key}")):
+        proxy.inject(operation("PutObject", "ListObjectsV2"), times=2, answer=(status, code))
+        for attempt in (lambda: proxied.write("k", [SMALL]), lambda: list(proxied.list())):
+            try:
+                attempt()
+            except HeadframeError as error:
+                texts.append(f"{error} {error!r}")
+    assert len(texts) == 4
+    text = "\n".join([*texts, caplog.text, repr(proxied), repr(vars(proxied))])
+    assert not [secret for secret in secrets_known if secret in text]
+
+
+# Bounds
+
+
+def test_the_start_beside_50_000_objects_takes_seconds_and_one_request_a_thousand(
+    proxied: S3Store, proxy: FaultyProxy, s3_server: S3Server
+) -> None:
+    states = s3_server.folder / "objects" / proxied.uri.removeprefix("s3://") / "states"
+    for shard in range(50):
+        folder = states / f"shard-{shard:05d}"
+        folder.mkdir(parents=True)
+        for part in range(1000):
+            os.close(os.open(folder / f"part-{part:05d}.safetensors", os.O_CREAT | os.O_WRONLY))
+    started = time.monotonic()
+    proxied.check_writable()
+    assert sum(1 for _ in proxied.list("states/")) == 50_000
+    assert proxied.clean_up() == 0
+    assert time.monotonic() - started < 30
+    assert proxy.requests["ListObjectsV2"] == 50
+    assert sum(proxy.requests.values()) == 51
+
+
+def _peak_growth_bytes(work: Callable[[], object]) -> int:
+    """How much the process grew at most while work ran."""
+    process, peak, done = psutil.Process(), [0], threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        done.set()
+        thread.join()
+    return peak[0] - before
+
+
+def test_a_transfer_takes_little_memory_whatever_the_size(store: S3Store, tmp_path: Path) -> None:
+    content = memoryview(os.urandom(MIB) * 256)
+    store.write("warm", [content[: 16 * MIB]])
+    store.fetch("warm", tmp_path)
+    assert _peak_growth_bytes(lambda: store.write("k", [content], exclusive=True)) < 48 * MIB
+    assert _peak_growth_bytes(lambda: store.fetch("k", tmp_path)) < 48 * MIB
+    assert (tmp_path / "k").read_bytes() == content
 
 
 # Processes
