@@ -1,6 +1,7 @@
 """The control plane and the scripted nodes behave as a Kubernetes does; tests of the operator rely on it."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +149,15 @@ def test_objects_survive_an_outage_of_the_api_server(control_plane: ControlPlane
         nodes.tell(pod, lambda pod: pod.exit(0))
         jobs = BatchV1Api(control_plane.client())
         wait_until(lambda: jobs.read_namespaced_job("extract", namespace).status.succeeded == 1)
+
+
+def test_a_silent_node_is_found_missing(tmp_path: Path) -> None:
+    with ControlPlane(tmp_path, node_grace_seconds=12) as cluster, ScriptedNodes(cluster, count=2) as nodes:
+        gone, alive = nodes.names
+
+        def ready(name: str) -> str:
+            return next(c["status"] for c in cluster.get("node", name)["status"]["conditions"] if c["type"] == "Ready")
+
+        nodes.silence(gone)
+        wait_until(lambda: ready(gone) == "Unknown", timeout_seconds=60)
+        assert ready(alive) == "True"

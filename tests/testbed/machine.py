@@ -62,8 +62,10 @@ def _clean_up() -> None:
     _kill_processes()
     for mount in reversed(_mounts_below(STATE)):
         subprocess.run(["umount", "--lazy", mount], check=True)
+    for trace in _traces():
+        trace.unlink()
     shutil.rmtree(STATE, ignore_errors=True)
-    for parent in _hierarchies():
+    for parent in [*_hierarchies(), _CGROUPS / "unified"]:
         for group, _, _ in os.walk(parent / CGROUP, topdown=False):
             wait_until(partial(_removed, Path(group)))
     if Path("/sys/class/net", BRIDGE).exists():
@@ -72,6 +74,13 @@ def _clean_up() -> None:
         subprocess.run(
             [system_tool("nft", "nftables"), "delete", "table", family, "kube-proxy"], capture_output=True, check=False
         )
+
+
+def _traces() -> list[Path]:
+    """What kubelet and the network plug-ins write about our pods at places that cannot be set."""
+    links = [link for link in Path("/var/log/containers").glob("*") if link.readlink().is_relative_to(STATE)]
+    results = [file for file in Path("/var/lib/cni/results").glob("*") if str(STATE) in file.read_text()]
+    return links + results
 
 
 def _kill_processes() -> None:

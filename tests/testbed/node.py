@@ -167,6 +167,10 @@ address = "{_SOCKET}"
 sandbox_image = "{pause_image}"
 restrict_oom_score_adj = true
 netns_mounts_under_state_dir = true
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+Root = "{STATE / "runc"}"
 [plugins."io.containerd.grpc.v1.cri".cni]
 bin_dir = "/usr/lib/cni"
 conf_dir = "{networks}"
