@@ -10,9 +10,19 @@ from rich.text import Text
 
 from headframe_api.errors import HeadframeError
 
-out = Console(soft_wrap=True, highlight=False)
+_PLAIN_WIDTH = 160  # in a pipe or a file there is no edge to wrap at
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    return console
+
+
+out = _console(stderr=False)
 """Results. Plain text when not a terminal."""
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+err = _console(stderr=True)
 """Progress, notes, warnings, errors."""
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from headframe_api.errors import HeadframeError, StoppedError
+import typer
+
+from headframe_api.errors import ConfigError, HeadframeError, StoppedError
 from headframe_api.exit_codes import ExitCode
-from headframe_api.names import TERMINATION_LOG_ENVIRONMENT
+from headframe_api.names import HTTP_PORT, TERMINATION_LOG_ENVIRONMENT
 from headframe_api.progress import Stage, TerminationMessage
+from headframe_worker.log import set_up_log
 from headframe_worker.meter import Meter
 from headframe_worker.signals import StopWish
+
+logger = logging.getLogger(__name__)
+
+Port = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        show_default=str(HTTP_PORT),
+        help="Where /metrics, /progress, /healthz and /readyz are served; 0 serves nothing.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -32,16 +50,21 @@ def run_stage(
     *,
     scratch: Path | None = None,
     shard: int | None = None,
+    port: int | None = None,
 ) -> TerminationMessage:
     """Run a stage's work; whatever becomes of it is written to the termination log and re-raised.
 
     A StoppedError leaves with the exit code of the signal.
     """
+    set_up_log()
     meter, stop = Meter(stage), StopWish()
     stop.install()
     started = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder:
+        with (
+            _served(meter, port),
+            tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder,
+        ):
             message = work(StageProcess(meter, stop, Path(folder)))
     except BaseException as error:
         meter.set_state("failed", str(error))
@@ -51,6 +74,28 @@ def run_stage(
     meter.set_state("done")
     _write_termination_message(message)
     return message
+
+
+@contextmanager
+def _served(meter: Meter, port: int | None) -> Iterator[None]:
+    """Serve the meter. A pod has its port to itself; beside another stage on one machine the default port may be taken."""
+    from headframe_worker.serve.health import StallWatch
+    from headframe_worker.serve.server import MeterServer
+
+    with ExitStack() as open_until_done:
+        if port != 0:
+            try:
+                server = MeterServer(lambda: {"0": meter}, port=HTTP_PORT if port is None else port)
+            except ConfigError as error:
+                if port is not None:
+                    raise
+                logger.warning("%s; nothing is served", error.message)
+            else:
+                open_until_done.enter_context(server)
+        watch = StallWatch(meter)
+        watch.start()
+        open_until_done.callback(watch.stop)
+        yield
 
 
 def _failure(

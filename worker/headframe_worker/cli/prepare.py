@@ -9,6 +9,7 @@ import typer
 
 from headframe_api.progress import TerminationMessage
 from headframe_worker.cli.console import Quiet, print_note
+from headframe_worker.cli.pod_stage import Port
 
 Manifest = Annotated[
     Path | None,
@@ -28,6 +29,7 @@ def command(
     fresh: Fresh = False,
     processes: Processes = None,
     scratch: Scratch = None,
+    port: Port = None,
     quiet: Quiet = False,
 ) -> None:
     """Turn the dataset into tokens and a plan: tokens/, plan.json and quarantine/ of the output."""
@@ -66,4 +68,4 @@ def command(
             }
         )
 
-    run_stage("prepare", work, scratch=scratch)
+    run_stage("prepare", work, scratch=scratch, port=port)
