@@ -1,0 +1,222 @@
+"""From a checkpoint's files to a decoder stack on its device: only the weights that are needed, each once, and none invented."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from headframe_api.errors import ConfigError
+from headframe_worker.engine.structure import DecoderStack, prune
+
+_NAMES_SHOWN = 5
+_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
+"""Buffers that old checkpoints carry and that the model computes itself."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files on this machine: a directory, and the GGUF file in it where there is one."""
+
+    directory: Path
+    gguf_file: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.directory / self.gguf_file if self.gguf_file else self.directory)
+
+
+def choose_device(gpus: int) -> torch.device:
+    """Where a replica runs: the CPU for 0 GPUs, else this process' first. Raises ConfigError where GPUs are asked for and none is there."""
+    if gpus == 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"spec.model.gpus: {gpus}, but this machine has no usable CUDA device; set spec.model.gpus to 0 to run on the CPU",
+            reason="NoGpu",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def load_stack(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    last_layer: int | None = None,
+) -> DecoderStack:
+    """Load the decoder stack of a checkpoint, in eval mode and without gradients.
+
+    `last_layer`: 0-based, the last layer that is needed; later ones are never allocated. None keeps all.
+
+    Raises ConfigError for an architecture that is unknown or no decoder, a damaged file, a weight that misses, has another
+    shape, or has no place in the layers.
+    """
+    if checkpoint.gguf_file is None:
+        _check_weight_files(checkpoint.directory)
+    config = _read_config(checkpoint, trust_remote_code=trust_remote_code)
+    model_class = _model_class(checkpoint, config, trust_remote_code=trust_remote_code)
+    text_config = type(config).sub_configs.get("text_config")
+    if text_config is not None and model_class.config_class is text_config:
+        config = config.get_text_config()
+    options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    if checkpoint.gguf_file is not None:
+        options["gguf_file"] = checkpoint.gguf_file
+    built: list[DecoderStack] = []
+    try:
+        model, info = _pruned_class(model_class, last_layer, built).from_pretrained(
+            checkpoint.directory,
+            config=config,
+            dtype=dtype,
+            device_map={"": device},
+            ignore_mismatched_sizes=True,  # they are refused below, all at once
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"spec.model.source: the weights of {checkpoint} do not fit the memory of {device}; take a device with "
+                "more memory, or spec.model.gpus above 1",
+                reason="ModelTooLarge",
+            ) from error
+        raise ConfigError(
+            f"spec.model.source: {checkpoint} cannot be loaded as {model_class.__name__}: {_first_line(error)}",
+            reason="ModelNotLoadable",
+        ) from error
+    stack = built[-1]
+    _check_weights(checkpoint, model, stack, info)
+    model.requires_grad_(False).eval()
+    return stack
+
+
+def _pruned_class(
+    model_class: type[PreTrainedModel], last_layer: int | None, built: list[DecoderStack]
+) -> type[PreTrainedModel]:
+    """The class with its dead weight gone as soon as it is built; Transformers builds models without allocating them."""
+
+    def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        built.append(prune(self, last_layer=last_layer))
+
+    # Transformers looks up conversions and recorders by the class' name: it must stay the same.
+    names = ("__module__", "__qualname__", "__doc__")
+    return type(
+        model_class.__name__, (model_class,), {"__init__": build, **{k: getattr(model_class, k) for k in names}}
+    )
+
+
+def _read_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PreTrainedConfig:
+    options: dict[str, Any] = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(checkpoint.directory, local_files_only=True, **options)
+        own = CONFIG_MAPPING_NAMES.get(str(values.get("model_type")))
+        remote = "auto_map" in values
+        if remote and trust_remote_code:
+            return AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=True, local_files_only=True)
+        if own is None:
+            raise ConfigError(
+                f"spec.model.source: {checkpoint} is of type {values.get('model_type')!r}, which transformers "
+                f"{transformers.__version__} does not know"
+                + ("; its own code does: set spec.model.trustRemoteCode to run it" if remote else ""),
+                reason="UnsupportedModel",
+            )
+        # Not through AutoConfig: kernel packages register classes of their own under the same model types.
+        config_class: type[PreTrainedConfig] = getattr(transformers, own)
+        return config_class.from_pretrained(checkpoint.directory, local_files_only=True, **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"spec.model.source: the configuration of {checkpoint} cannot be read: {_first_line(error)}",
+            reason="ModelNotLoadable",
+        ) from error
+
+
+def _model_class(checkpoint: Checkpoint, config: PreTrainedConfig, *, trust_remote_code: bool) -> type[PreTrainedModel]:
+    remote: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+    reference = remote.get("AutoModelForCausalLM") or remote.get("AutoModel")
+    if trust_remote_code and reference:
+        return cast("type[PreTrainedModel]", get_class_from_dynamic_module(reference, checkpoint.directory))
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES):
+        name = mapping.get(config.model_type)
+        if name is not None:
+            return cast("type[PreTrainedModel]", getattr(transformers, name if isinstance(name, str) else name[0]))
+    if type(config) in AutoModelForCausalLM._model_mapping:  # noqa: SLF001  # registered by a package of the user's
+        return cast("type[PreTrainedModel]", AutoModelForCausalLM._model_mapping[type(config)])  # noqa: SLF001
+    raise ConfigError(
+        f"spec.model.source: {checkpoint} is of type {config.model_type!r}, for which transformers "
+        f"{transformers.__version__} has no text model",
+        reason="UnsupportedModel",
+    )
+
+
+def _check_weight_files(directory: Path) -> None:
+    """Every safetensors file must be whole: its header says how long it is."""
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"spec.model.source: {path} is damaged or cut short: {_first_line(error)}; fetch it again",
+                reason="DamagedCheckpoint",
+            ) from error
+
+
+def _check_weights(
+    checkpoint: Checkpoint, model: PreTrainedModel, stack: DecoderStack, info: Mapping[str, Any]
+) -> None:
+    problems = []
+    missing = sorted(info["missing_keys"])
+    if missing:
+        problems.append(f"lacks {_listed(missing)}")
+    mismatched = sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    if mismatched:
+        problems.append(f"has another shape than its configuration says for {_listed(mismatched)}")
+    if info.get("error_msgs"):
+        problems.append("cannot be converted: " + _listed([str(message) for message in info["error_msgs"]]))
+    strays = _strays(model, stack, info["unexpected_keys"])
+    if strays:
+        problems.append(f"has weights that the model's layers have no place for: {_listed(strays)}")
+    if problems:
+        raise ConfigError(
+            f"spec.model.source: {checkpoint} {'; it '.join(problems)}. The states would be wrong: check that files "
+            "and configuration belong together",
+            reason="IncompleteCheckpoint",
+        )
+
+
+def _strays(model: PreTrainedModel, stack: DecoderStack, unexpected: Sequence[str]) -> list[str]:
+    """Unexpected weights of a layer that is in use: a bias or a scale that the forward would leave out."""
+    path = next(name for name, module in model.named_modules() if module is stack.layers)
+    within = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
+    strays = []
+    for key in sorted(unexpected):
+        match = within.search(key)
+        is_ours = match is not None and path.startswith(key[: match.start()])
+        if match and is_ours and int(match[1]) < len(stack.layers) and not _HARMLESS.search(key):
+            strays.append(key)
+    return strays
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
