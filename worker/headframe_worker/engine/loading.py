@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headframe_api.errors import ConfigError
 from headframe_worker.engine.structure import DecoderStack, prune
+from headframe_worker.engine.weights import load_safetensors, read_entries
 
 _NAMES_SHOWN = 5
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
@@ -63,8 +68,9 @@ def load_stack(
     Raises ConfigError for an architecture that is unknown or no decoder, a damaged file, a weight that misses, has another
     shape, or has no place in the layers.
     """
-    if checkpoint.gguf_file is None:
-        _check_weight_files(checkpoint.directory)
+    files = [] if checkpoint.gguf_file else _weight_files(checkpoint.directory)
+    for file in files:
+        read_entries(file)
     config = _read_config(checkpoint, trust_remote_code=trust_remote_code)
     model_class = _model_class(checkpoint, config, trust_remote_code=trust_remote_code)
     text_config = type(config).sub_configs.get("text_config")
@@ -75,33 +81,83 @@ def load_stack(
         options["gguf_file"] = checkpoint.gguf_file
     built: list[DecoderStack] = []
     try:
-        model, info = _pruned_class(model_class, last_layer, built).from_pretrained(
-            checkpoint.directory,
-            config=config,
-            dtype=dtype,
-            device_map={"": device},
-            ignore_mismatched_sizes=True,  # they are refused below, all at once
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    except ConfigError:
-        raise
+        with _quiet():
+            tensors = _on_device(files, device)
+            loaded: Any = _pruned_class(model_class, last_layer, built).from_pretrained(
+                None if tensors else checkpoint.directory,
+                state_dict=tensors,
+                config=config,
+                dtype=dtype,
+                device_map={"": device},
+                ignore_mismatched_sizes=True,  # they are refused below, all at once
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"spec.model.source: the weights of {checkpoint} do not fit the memory of {device}; take a device with more "
+            "memory, or spec.model.gpus above 1",
+            reason="ModelTooLarge",
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise ConfigError(
-                f"spec.model.source: the weights of {checkpoint} do not fit the memory of {device}; take a device with "
-                "more memory, or spec.model.gpus above 1",
-                reason="ModelTooLarge",
-            ) from error
         raise ConfigError(
             f"spec.model.source: {checkpoint} cannot be loaded as {model_class.__name__}: {_first_line(error)}",
             reason="ModelNotLoadable",
         ) from error
-    stack = built[-1]
-    _check_weights(checkpoint, model, stack, info)
+    model, info = loaded
+    _check_weights(checkpoint, model, built[-1], info)
     model.requires_grad_(False).eval()
-    return stack
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # Transformers reserves the model's size once more before it loads
+    return built[-1]
+
+
+class _Once:
+    """A tensor that is given away: so the parts of a merged weight are freed as soon as they are merged."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def __getitem__(self, _all: object) -> Tensor | None:
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+
+def _on_device(files: Sequence[Path], device: torch.device) -> dict[str, _Once] | None:
+    """All tensors of safetensors files on a GPU; None where Transformers' own reading is as good: it maps files into memory."""
+    if device.type != "cuda" or not files:
+        return None
+    return {name: _Once(tensor) for name, tensor in load_safetensors(files, device=device, dtype=None)}
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that make up the model, as Transformers chooses them; none for other kinds of checkpoint."""
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    if (directory / SAFE_WEIGHTS_NAME).is_file():
+        return [directory / SAFE_WEIGHTS_NAME]
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"spec.model.source: {index} is damaged: {error}", reason="DamagedCheckpoint") from error
+    return [directory / name for name in names]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Transformers' own report and bars: what matters of them becomes an error here."""
+    logging: Any = transformers.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _pruned_class(
@@ -127,7 +183,10 @@ def _read_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PreTrain
         own = CONFIG_MAPPING_NAMES.get(str(values.get("model_type")))
         remote = "auto_map" in values
         if remote and trust_remote_code:
-            return AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=True, local_files_only=True)
+            return cast(
+                "PreTrainedConfig",
+                AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=True, local_files_only=True),
+            )
         if own is None:
             raise ConfigError(
                 f"spec.model.source: {checkpoint} is of type {values.get('model_type')!r}, which transformers "
@@ -137,12 +196,13 @@ def _read_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PreTrain
             )
         # Not through AutoConfig: kernel packages register classes of their own under the same model types.
         config_class: type[PreTrainedConfig] = getattr(transformers, own)
-        return config_class.from_pretrained(checkpoint.directory, local_files_only=True, **options)
+        config: PreTrainedConfig = config_class.from_pretrained(checkpoint.directory, local_files_only=True, **options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"spec.model.source: the configuration of {checkpoint} cannot be read: {_first_line(error)}",
             reason="ModelNotLoadable",
         ) from error
+    return config
 
 
 def _model_class(checkpoint: Checkpoint, config: PreTrainedConfig, *, trust_remote_code: bool) -> type[PreTrainedModel]:
@@ -161,19 +221,6 @@ def _model_class(checkpoint: Checkpoint, config: PreTrainedConfig, *, trust_remo
         f"{transformers.__version__} has no text model",
         reason="UnsupportedModel",
     )
-
-
-def _check_weight_files(directory: Path) -> None:
-    """Every safetensors file must be whole: its header says how long it is."""
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"spec.model.source: {path} is damaged or cut short: {_first_line(error)}; fetch it again",
-                reason="DamagedCheckpoint",
-            ) from error
 
 
 def _check_weights(

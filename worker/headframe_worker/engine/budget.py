@@ -1,0 +1,92 @@
+"""How many padded tokens one forward pass may have: found at start, halved when memory runs out, remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headframe_worker.engine.batches import cut_batches, pad_right
+from headframe_worker.engine.capture import Capture
+from headframe_worker.engine.states import StatesTensors
+
+GPU_TOKENS = 16_384
+"""Throughput is flat from about 4,096 tokens on; more only makes the pipeline's steps coarser."""
+CPU_TOKENS = 2048
+"""Larger batches leave the CPU's caches without a gain."""
+STAGED_BATCHES = 3
+"""Batches whose states lie on the device at the same time: one computed, one copied, one waiting."""
+
+
+class TokenBudget:
+    """Padded tokens of a batch."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def shrink(self, failed_tokens: int) -> None:
+        """A batch of `failed_tokens` did not fit: half of it may."""
+        self.tokens = max(1, min(self.tokens, failed_tokens) // 2)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a smaller batch may go through, on a GPU or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def default_tokens(device: torch.device) -> int:
+    """Where `auto` starts."""
+    return GPU_TOKENS if device.type == "cuda" else CPU_TOKENS
+
+
+def fit(
+    budget: TokenBudget,
+    capture: Capture,
+    token_ids: NDArray[np.int32],
+    lengths: Sequence[int] | NDArray[np.int64],
+    dtype: torch.dtype,
+) -> int:
+    """Run the most demanding batch of real samples (longest first) and shrink the budget until it goes through.
+
+    It also warms up kernels on the shapes to come. Returns how often memory ran out. A single sample that does not fit
+    alone is left for the run to name.
+    """
+    failures = 0
+    while True:
+        batch = cut_batches(lengths, budget.tokens)[0]
+        if _goes_through(capture, token_ids[: batch.tokens], np.asarray(lengths[: batch.samples], np.int64), dtype):
+            return failures
+        release_memory(capture.stack.device)
+        if batch.samples == 1:
+            return failures
+        failures += 1
+        budget.shrink(batch.padded_tokens)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give cached blocks back, so that differently sized ones can be made of them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _goes_through(
+    capture: Capture, token_ids: NDArray[np.int32], lengths: NDArray[np.int64], dtype: torch.dtype
+) -> bool:
+    device = capture.stack.device
+    try:
+        ids, places = (torch.from_numpy(array).to(device) for array in pad_right(token_ids, lengths))
+        staged = [
+            StatesTensors.empty(len(places), capture.slots, capture.hidden_size, dtype, device)
+            for _ in range(STAGED_BATCHES)
+        ]
+        capture.run(ids, lambda slot, hidden: staged[0].put(slot, hidden, places))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True

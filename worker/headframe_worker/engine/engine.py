@@ -1,0 +1,172 @@
+"""A model made ready to fill parts: loaded, fused, checked on real samples, its budget found. And what is worth telling of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import masking_utils
+
+from headframe_api.errors import ConfigError
+from headframe_api.plan import StatesLayout
+from headframe_worker.engine.budget import TokenBudget, default_tokens, fit
+from headframe_worker.engine.capture import Capture
+from headframe_worker.engine.fusion import FusionReport, apply_fusions, slow_path, torch_reference
+from headframe_worker.engine.loading import Checkpoint, load_stack
+from headframe_worker.engine.parts import FilledPart, TokenPart
+from headframe_worker.engine.pipeline import Pipeline
+from headframe_worker.engine.self_check import check_stack
+from headframe_worker.engine.states import TORCH_DTYPE
+from headframe_worker.meter import Meter
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What decides how the states are computed."""
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    """What the forward computes in."""
+    states: StatesLayout
+    attention: str = "auto"
+    trust_remote_code: bool = False
+    batch_tokens: int | None = None
+    """Padded tokens of a batch; None finds what fits."""
+    fuse: bool = True
+    """False keeps plain Transformers."""
+    grace_seconds: float = 20.0
+    """After the wish to stop."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """How this engine computes, for the manifest."""
+
+    device: str
+    attention: str
+    fusions: FusionReport
+    slow_path: tuple[str, ...]
+    self_check_error: float
+    load_seconds: float
+    """Weights, fusions, self-check and warm-up together."""
+
+
+class Engine:
+    """Fills parts, shard after shard."""
+
+    def __init__(
+        self, settings: EngineSettings, samples: Sequence[NDArray[np.int32]], *, meter: Meter, stop: threading.Event
+    ) -> None:
+        """Load and check the model. `samples`: token ids of some samples of the data, the longest of them first.
+
+        Raises ConfigError for a checkpoint or a model that cannot be used.
+        """
+        started = time.perf_counter()
+        self._open = ExitStack()
+        layout, device = settings.states, settings.device
+        meter.set_state("loading")
+        if settings.dtype == torch.float32:
+            torch.backends.cudnn.allow_tf32 = False  # convolutions would round to 10 bits
+        stack = load_stack(
+            settings.checkpoint,
+            device=device,
+            dtype=settings.dtype,
+            attention=settings.attention,
+            trust_remote_code=settings.trust_remote_code,
+            last_layer=max([0, *layout.layers]) if layout.last == "none" else None,
+        )
+        _check_against_plan(stack.num_layers, layout)
+        meter.set_state("warming")
+        if device.type == "cpu":
+            self._open.enter_context(torch_reference(stack.model))
+            fusions = FusionReport((), {})
+        else:
+            self._open.enter_context(_no_search_for_packed_sequences())
+            fusions = apply_fusions(stack.model, device=device) if settings.fuse else FusionReport((), {})
+        slow = tuple(slow_path(stack.model))
+        capture = Capture(stack, layers=layout.layers, last=layout.last)
+        _check_ids(samples, stack.vocab_size)
+        error = check_stack(capture, samples, layout.slot_names)
+        budget = TokenBudget(settings.batch_tokens or default_tokens(device))
+        stored = TORCH_DTYPE[layout.dtype]
+        lengths = [len(sample) for sample in samples]
+        if settings.batch_tokens is None and device.type == "cuda":
+            meter.count_retry("out_of_memory_retries", fit(budget, capture, np.concatenate(samples), lengths, stored))
+        self._budget = budget
+        self._pipeline = Pipeline(
+            capture,
+            dtype=stored,
+            slot_names=layout.slot_names,
+            budget=budget,
+            meter=meter,
+            stop=stop,
+            grace_seconds=settings.grace_seconds,
+        )
+        self.vocab_size = stack.vocab_size
+        config: Any = stack.model.config
+        self.facts = EngineFacts(
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            attention=str(config._attn_implementation or "none"),  # noqa: SLF001  # Transformers has no public name for it
+            fusions=fusions,
+            slow_path=slow,
+            self_check_error=error,
+            load_seconds=time.perf_counter() - started,
+        )
+        meter.model_load_seconds = self.facts.load_seconds
+        meter.slow_path = slow
+
+    @property
+    def batch_tokens(self) -> int:
+        """The budget as it is now."""
+        return self._budget.tokens
+
+    def run(self, parts: Iterable[TokenPart], *, largest_part_tokens: int, write: Callable[[FilledPart], None]) -> None:
+        """See Pipeline.run."""
+        self._pipeline.run(parts, largest_part_tokens=largest_part_tokens, write=write)
+
+    def close(self) -> None:
+        """Release the buffers and undo what was set for this engine; the model goes with the last reference."""
+        self._pipeline.close()
+        self._open.close()
+
+
+def _check_against_plan(num_layers: int, layout: StatesLayout) -> None:
+    if num_layers != layout.last_layer + 1:
+        raise ConfigError(
+            f"spec.model.source: the checkpoint has {num_layers} layers, the plan was made for {layout.last_layer + 1}; "
+            "prepare again (--fresh)",
+            reason="PlanMismatch",
+        )
+
+
+def _check_ids(samples: Sequence[NDArray[np.int32]], vocab_size: int) -> None:
+    largest = max(int(sample.max()) for sample in samples)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"tokens/ holds token id {largest}, but the model's embedding has {vocab_size} rows: tokenizer and model do not "
+            "belong together",
+            reason="TokenizerMismatch",
+        )
+
+
+@contextmanager
+def _no_search_for_packed_sequences() -> Iterator[None]:
+    """Spare each forward the search for packed sequences in its positions: ours are never packed, and it waits for the GPU."""
+    name = "find_packed_sequence_indices"
+    search = getattr(masking_utils, name, None)
+    if search is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda *_args, **_options: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, search)
