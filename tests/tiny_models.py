@@ -137,6 +137,11 @@ def build_from(config: Any, *, seed: int = 0) -> PreTrainedModel:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) or MODEL_MAPPING_NAMES[config.model_type]
     torch.manual_seed(seed)
     model: PreTrainedModel = getattr(transformers, name)(config).float().eval()
+    _randomise(model, seed=seed)
+    return model
+
+
+def _randomise(model: PreTrainedModel, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,7 +149,6 @@ def build_from(config: Any, *, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(0.0, 0.5 / parameter.shape[-1] ** 0.5, generator=generator)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def save(family: str, directory: Path, *, tokenizer: bool = False, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -171,3 +175,38 @@ def smollm2_tokenizer() -> Any:
     """SmolLM2's tokenizer, with its chat template."""
     path = smollm2_gguf()
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def save_multimodal(directory: Path) -> PreTrainedModel:
+    """Qwen3.5 with its vision tower, as such checkpoints are published; returns its text model."""
+    text = {name: _COMMON[name] for name in _COMMON} | FAMILIES["qwen3_5_text"]
+    vision = {
+        "depth": LAYERS,  # as many layers as the text model: the two must not be mixed up
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "patch_size": 4,
+    }
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    _randomise(model, seed=0)
+    model.save_pretrained(directory)
+    return transformers.Qwen3_5ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def save_encoder(family: str, directory: Path) -> None:
+    """A model that reads in both directions, or has an encoder: what must be refused."""
+    common = {**_COMMON, "intermediate_size": 64}
+    config: Any
+    if family == "t5gemma":
+        side = {**common, "head_dim": 8, "sliding_window": 8}
+        config = transformers.T5GemmaConfig(encoder=side, decoder=side, vocab_size=VOCABULARY)
+        model: PreTrainedModel = transformers.T5GemmaForConditionalGeneration(config)
+    else:
+        config = transformers.BertConfig(**common)
+        model = transformers.BertLMHeadModel(config)
+    _randomise(model.float(), seed=0)
+    model.save_pretrained(directory)

@@ -7,14 +7,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import gguf
 import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
@@ -78,10 +80,11 @@ def load_stack(
         config = config.get_text_config()
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     if checkpoint.gguf_file is not None:
-        options["gguf_file"] = checkpoint.gguf_file
+        # Whole weights: packed ones would compute in other kernels than the model's own.
+        options |= {"gguf_file": checkpoint.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     built: list[DecoderStack] = []
     try:
-        with _quiet():
+        with _quiet(), one_gguf_name_map():
             tensors = _on_device(files, device)
             loaded: Any = _pruned_class(model_class, last_layer, built).from_pretrained(
                 None if tensors else checkpoint.directory,
@@ -146,6 +149,17 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
+def one_gguf_name_map() -> Iterator[None]:
+    """Transformers makes gguf's map of tensor names anew for every submodule, which takes longer than all else: keep it."""
+    make = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = cache(make)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = make
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Without Transformers' own report and bars: what matters of them becomes an error here."""
     logging: Any = transformers.logging
@@ -196,7 +210,7 @@ def _read_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PreTrain
             )
         # Not through AutoConfig: kernel packages register classes of their own under the same model types.
         config_class: type[PreTrainedConfig] = getattr(transformers, own)
-        config: PreTrainedConfig = config_class.from_pretrained(checkpoint.directory, local_files_only=True, **options)
+        config: PreTrainedConfig = config_class.from_dict(values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"spec.model.source: the configuration of {checkpoint} cannot be read: {_first_line(error)}",

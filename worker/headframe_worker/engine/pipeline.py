@@ -15,14 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headframe_api.errors import DataError, HeadframeError
-from headframe_api.exit_codes import ExitCode
+from headframe_api.errors import DataError, StoppedError
 from headframe_worker.engine.batches import Batch, cut_batches, pad_right
 from headframe_worker.engine.budget import STAGED_BATCHES, TokenBudget, is_out_of_memory, release_memory
 from headframe_worker.engine.capture import Capture
@@ -36,13 +34,6 @@ _BUFFERS = 3
 _WRITERS = 2
 _READ_AHEAD = 2
 _GLANCE_SECONDS = 0.2
-
-
-class StoppedError(HeadframeError):
-    """The wish to stop was honoured; what is committed stays, and the same command goes on from there."""
-
-    exit_code: ClassVar[ExitCode] = ExitCode.TERMINATED
-    default_reason = "Stopped"
 
 
 @dataclass(frozen=True)

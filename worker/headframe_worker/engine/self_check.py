@@ -87,25 +87,36 @@ def _check_padding(
 def _check_numbering(
     capture: Capture, sample: NDArray[np.int32], alone: Sequence[Tensor], slot_names: Sequence[str], limit: float
 ) -> None:
-    """Our slots against what Transformers itself calls `hidden_states`, where the model gives them."""
+    """Our slots against what Transformers itself calls `hidden_states`, where the model gives them.
+
+    Most models give the embeddings, then each layer's output, the last of them after the final norm; Mamba gives each
+    layer's output and then the normed one.
+    """
+    count = len(capture.stack.layers)
     with torch.inference_mode():
         ids = torch.from_numpy(sample[None].astype(np.int64)).to(capture.stack.device)
         output = capture.stack.forward(ids, output_hidden_states=True)
     named = getattr(output, "hidden_states", None)
-    if named is None or len(named) != len(capture.stack.layers) + 1:
+    if named is None or len(named) != count + 1:
         return
-    final = len(capture.stack.layers) - 1  # whose entry Transformers overwrites with the post-norm state
-    for name, states in zip(slot_names, alone, strict=True):
-        kind, _, number = name.partition(".")
-        if name == "last.preNorm" or (kind == "layer" and int(number) == final):
-            continue
-        index = 0 if kind == "embeddings" else final + 1 if kind == "last" else int(number) + 1
-        if not _error(states, named[index][0].float()) <= limit:
-            raise ConfigError(
-                f"spec.model.source: {name} of {type(capture.stack.model).__name__} is not what Transformers calls "
-                f"hidden_states[{index}]: its layers are not numbered as they run",
-                reason="UnsupportedModel",
-            )
+
+    def differing(shift: int) -> str | None:
+        for name, states in zip(slot_names, alone, strict=True):
+            kind, _, number = name.partition(".")
+            index = {"embeddings": shift - 1, "last": count}.get(kind, int(number) + shift if number.isdigit() else -1)
+            if name == "last.preNorm" or not 0 <= index < count + (name == "last.postNorm"):
+                continue  # Transformers does not give it
+            if not _error(states, named[index][0].float()) <= limit:
+                return name
+        return None
+
+    name = differing(1)
+    if name is not None and differing(0) is not None:
+        raise ConfigError(
+            f"spec.model.source: {name} of {type(capture.stack.model).__name__} is not among what Transformers calls "
+            "hidden_states: its layers do not run in their order",
+            reason="UnsupportedModel",
+        )
 
 
 def _pair(samples: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
