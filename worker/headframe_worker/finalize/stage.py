@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 
-from headframe_api.errors import ConfigError, DataError, TemporaryError
+from headframe_api.errors import ConfigError, DataError, StoppedError, TemporaryError
 from headframe_api.job import ExtractionJob
 from headframe_api.manifests import DatasetManifest
 from headframe_api.names import MANIFEST_KEY, REPORT_KEY, SAMPLES_KEY, STATES_PREFIX, SUCCESS_KEY, shard_manifest_key
@@ -32,14 +33,17 @@ from headframe_worker.stores.missing import MissingObjectError
 _THREADS = 8
 
 
-def finalize(job: ExtractionJob, output: Store, *, scratch: Path, meter: Meter) -> DatasetManifest:
+def finalize(
+    job: ExtractionJob, output: Store, *, scratch: Path, meter: Meter, stop: Event | None = None
+) -> DatasetManifest:
     """Check that every sample of the plan is stored once and as tokens/ has it, then finish the dataset.
 
     Run again on a finished output, it checks everything again and leaves the files as they are.
 
     Raises TemporaryError where more shards are missing than failurePolicy.maxFailedShards allows (extract may still
     bring them), DataError with the list of faults, or where more samples are in quarantine than
-    failurePolicy.maxQuarantinedFraction allows, ConfigError where plan.json is not what it was.
+    failurePolicy.maxQuarantinedFraction allows, ConfigError where plan.json is not what it was, StoppedError once `stop`
+    is set.
     """
     plan = read_plan(output)
     policy = job.spec.failure_policy
@@ -48,7 +52,7 @@ def finalize(job: ExtractionJob, output: Store, *, scratch: Path, meter: Meter) 
     meter.begin_stage(samples_total=plan.samples, tokens_total=plan.tokens)
     with _scratch(scratch) as folder:
         index = folder / SAMPLES_KEY
-        totals = _check_shards(plan, output, sizes, folder, index, meter)
+        totals = _check_shards(plan, output, sizes, folder, index, meter, stop or Event())
         _check_quarantine(plan, totals.quarantined, policy)
         manifest = totals.manifest(_sha256(index))
         finished = _finished(output, manifest, folder)
@@ -70,13 +74,15 @@ def _check_missing(plan: Plan, sizes: dict[str, int], policy: FailurePolicy) -> 
 
 
 def _check_shards(
-    plan: Plan, output: Store, sizes: dict[str, int], scratch: Path, index: Path, meter: Meter
+    plan: Plan, output: Store, sizes: dict[str, int], scratch: Path, index: Path, meter: Meter, stop: Event
 ) -> DatasetTotals:
     """Check every shard and write its lines to the index; raise DataError with all faults."""
     totals, faults = DatasetTotals(plan), list[Fault]()
     check = partial(check_shard, plan, store=output, sizes=sizes, scratch=scratch)
     with SamplesWriter(index) as writer:
         for shard in in_order(check, plan.shards, threads=_THREADS):
+            if stop.is_set():
+                raise StoppedError("stopped while checking the shards; run finalize again")
             faults += shard.faults
             if not shard.faults:
                 totals.add(shard)

@@ -1,0 +1,101 @@
+"""`headframe verify OUT`: is the dataset what it says it is?"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headframe_api.errors import DataError
+from headframe_api.names import JOB_KEY
+from headframe_worker.cli.console import Json, Quiet, err, out
+from headframe_worker.cli.output_argument import Output, Scratch, open_output
+from headframe_worker.size import human_bytes
+
+
+def command(
+    output: Output,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also compute 1 % of the samples (8 or more) again by plain Transformers.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Chooses the samples of --deep.")] = 0,
+    scratch: Scratch = None,
+    quiet: Quiet = False,
+    json: Json = False,
+) -> None:
+    """Read everything again and check it: digests, tokens, masks, order, statistics, counts, index and manifest.
+
+    Lists every fault with its place and exits with 65 if there is any.
+    """
+    from headframe_worker.finalize.deep import DeepCheck, deep_check
+    from headframe_worker.finalize.fault import fault_list
+    from headframe_worker.finalize.verify import verify
+    from headframe_worker.job_file import parse_text
+    from headframe_worker.reader.documents import read_plan
+
+    store = open_output(output)
+    checked: DeepCheck | None = None
+    with tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder:
+        with _bar("verify", DownloadColumn(binary_units=True), quiet=quiet) as bar:
+            task = bar.add_task("", total=None)
+            result = verify(
+                store,
+                scratch=Path(folder),
+                on_size=lambda size: bar.update(task, total=size),
+                on_bytes=lambda size: bar.advance(task, size),
+            )
+        if deep and not result.faults:
+            with _bar("recompute", MofNCompleteColumn(), quiet=quiet) as bar:
+                task = bar.add_task("", total=None)
+                checked = deep_check(
+                    read_plan(store),
+                    parse_text(store.read(JOB_KEY).decode(), where=f"{store.uri}/{JOB_KEY}"),
+                    output,
+                    scratch=Path(folder),
+                    seed=seed,
+                    on_size=lambda size: bar.update(task, total=size),
+                    on_sample=lambda: bar.advance(task),
+                )
+    faults = result.faults + (checked.faults if checked else [])
+    if json:
+        out.print_json(
+            data={
+                "uri": store.uri,
+                "sound": not faults,
+                "faults": [{"place": fault.place, "problem": fault.problem} for fault in faults],
+                "samples": result.samples,
+                "tokens": result.tokens,
+                "parts": result.parts,
+                "bytes": result.bytes,
+                "deep": checked
+                and {"samples": checked.samples, "tolerance": checked.tolerance, "worst": checked.worst},
+            }
+        )
+    if faults:
+        raise DataError(f"{store.uri}: {len(faults)} faults:\n{fault_list(faults)}", reason="Unsound")
+    if not quiet and not json:
+        out.print(
+            f"{store.uri} is sound: {result.samples:,} samples, {result.tokens:,} tokens, {result.parts:,} parts, "
+            f"{human_bytes(result.bytes)} read"
+        )
+        if checked:
+            worst = max(checked.worst.values(), default=0.0)
+            out.print(
+                f"{checked.samples} samples computed again by plain Transformers: largest error {worst:.2g} of "
+                f"{checked.tolerance:.2g} allowed"
+            )
+
+
+def _bar(what: str, counts: DownloadColumn | MofNCompleteColumn, *, quiet: bool) -> Progress:
+    return Progress(
+        TextColumn(f"[bold]{what}[/]"),
+        BarColumn(bar_width=30),
+        counts,
+        TimeRemainingColumn(),
+        console=err,
+        disable=quiet or not err.is_terminal,
+        transient=True,
+    )
