@@ -8,6 +8,7 @@ tests; this one covers float8, several shards and parts, and quarantine within m
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +48,22 @@ REFUSED_ROW = 5
 """A row that `extract` refused, where the output has one."""
 
 
+_MADE_UP = ModelIdentity(
+    source="made/up",
+    revision="0123456789abcdef0123456789abcdef01234567",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    num_layers=6,
+    hidden_size=16,
+    vocab_size=1000,
+    context_length=4096,
+    dtype="float32",
+    norm_type="LlamaRMSNorm",
+    norm_gain="weight",
+    norm_epsilon=1e-5,
+)
+
+
 @dataclass
 class SyntheticOutput:
     """An extracted output and what is in it."""
@@ -84,13 +101,17 @@ def write_extracted(
     part_target_bytes: int = 20_000,
     refuse: bool = True,
     seed: int = 0,
+    model: ModelIdentity | None = None,
+    model_source: str = "made/up",
+    vocabulary: int = 1000,
+    states_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> SyntheticOutput:
-    """Write everything that prepare and extract write."""
+    """Write everything that prepare and extract write; `states_of` computes [T, S, H] from tokens, else they are random."""
     random = np.random.default_rng(seed)
     lengths = lengths or [int(length) for length in random.integers(1, 40, 60)]
     output = SyntheticOutput(
         store,
-        _job(store.uri),
+        _job(store.uri, model_source),
         _plan(
             lengths,
             shards,
@@ -98,22 +119,24 @@ def write_extracted(
                 layers=list(layers),
                 hugging_face_indexes=[layer + 1 for layer in layers],
                 last=last,  # type: ignore[arg-type]
-                last_layer=5,
+                last_layer=(model or _MADE_UP).num_layers - 1,
                 dtype=dtype,
             ),
-            hidden_size,
+            model or _MADE_UP.model_copy(update={"hidden_size": hidden_size}),
             part_target_bytes,
         ),
-        [random.integers(0, 1000, length) for length in lengths],
+        [random.integers(0, vocabulary, length) for length in lengths],
         [(np.arange(length) >= length // 2).astype(np.int64) for length in lengths],
         [],
         {REFUSED_ROW} if refuse and len(lengths) > REFUSED_ROW else set(),
     )
-    generator = torch.Generator().manual_seed(seed)
-    scale = torch.arange(1, output.plan.states.slots + 1).view(1, -1, 1)
-    output.states = [
-        torch.randn(length, output.plan.states.slots, hidden_size, generator=generator) * scale for length in lengths
-    ]
+    if states_of is None:
+        generator = torch.Generator().manual_seed(seed)
+        scale = torch.arange(1, output.plan.states.slots + 1).view(1, -1, 1)
+        shape = (output.plan.states.slots, output.plan.model.hidden_size)
+        output.states = [torch.randn(length, *shape, generator=generator) * scale for length in lengths]
+    else:
+        output.states = [states_of(torch.from_numpy(tokens)) for tokens in output.tokens]
     store.write(PLAN_KEY, [memoryview(output.plan.to_json())])
     store.write(JOB_KEY, [memoryview(output.job.model_dump_json(by_alias=True).encode())])
     for shard in output.plan.shards:
@@ -207,14 +230,14 @@ def _write_tokens(output: SyntheticOutput, shard: ShardPlan) -> None:
         )
 
 
-def _job(uri: str) -> ExtractionJob:
+def _job(uri: str, model: str) -> ExtractionJob:
     return parse_job(
         {
             "apiVersion": "headframe.dev/v1alpha1",
             "kind": "ExtractionJob",
             "metadata": {"name": "synthetic"},
             "spec": {
-                "model": {"source": "made/up", "gpus": 0},
+                "model": {"source": model, "gpus": 0, "dtype": "float32"},
                 "dataset": {"source": "chats.jsonl"},
                 "output": {"uri": uri},
                 "failurePolicy": {"maxQuarantinedFraction": 0.1},
@@ -224,26 +247,13 @@ def _job(uri: str) -> ExtractionJob:
     )
 
 
-def _plan(lengths: list[int], shards: int, states: StatesLayout, hidden: int, part_target_bytes: int) -> Plan:
+def _plan(lengths: list[int], shards: int, states: StatesLayout, model: ModelIdentity, part_target_bytes: int) -> Plan:
     bounds = np.linspace(0, len(lengths), shards + 1).astype(int)
     plan = Plan(
         digest="",
         created_at="2026-01-01T00:00:00Z",
         versions={"headframe": "0.1.0", "transformers": "5.24.0"},
-        model=ModelIdentity(
-            source="made/up",
-            revision="0123456789abcdef0123456789abcdef01234567",
-            architecture="LlamaForCausalLM",
-            model_type="llama",
-            num_layers=6,
-            hidden_size=hidden,
-            vocab_size=1000,
-            context_length=4096,
-            dtype="float32",
-            norm_type="LlamaRMSNorm",
-            norm_gain="weight",
-            norm_epsilon=1e-5,
-        ),
+        model=model,
         tokens_from=TokensIdentity(
             source="chats.jsonl",
             format="messages",
@@ -265,7 +275,7 @@ def _plan(lengths: list[int], shards: int, states: StatesLayout, hidden: int, pa
         quarantined={"InvalidJson": 1},
         lengths=LengthPercentiles(minimum=min(lengths), p50=1, p90=1, p99=1, maximum=max(lengths), mean=1.0),
         part_target_bytes=part_target_bytes,
-        bytes=sum(lengths) * states.bytes_per_token(hidden),
+        bytes=sum(lengths) * states.bytes_per_token(model.hidden_size),
         shards=[],
     )
     planned = []

@@ -29,7 +29,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Show what a dataset holds: model, layers in both numberings, norms, counts, quarantine; or one sample by --row."""
-    from headframe_worker.reader.documents import read_manifest
+    from headframe_worker.documents import read_manifest
 
     if row is None:
         manifest = read_manifest(open_output(output))
@@ -70,19 +70,21 @@ def _summary_lines(uri: str, manifest: DatasetManifest) -> list[tuple[str, str]]
         ("dataset", uri),
         ("model", f"{model.source} ({model.architecture}, {model.num_layers} layers, revision {model.revision})"),
         ("computed in", f"{model.dtype}; attention {', '.join(manifest.attention)}"),
-        ("states", f"[T, {len(manifest.slot_names)}, {manifest.hidden_size}] {states.dtype}: {', '.join(manifest.slot_names)}"),
+        (
+            "states",
+            f"[T, {len(manifest.slot_names)}, {manifest.hidden_size}] {states.dtype}: {', '.join(manifest.slot_names)}",
+        ),
         ("layers (0-based outputs)", _numbers(states.layers)),
         ("Hugging Face hidden_states", _numbers(states.hugging_face_indexes)),
         ("speculators", f"--target-layer-ids {' '.join(map(str, states.hugging_face_indexes))}"),
         ("last", last),
         ("final norm", f"{model.norm_type}, {gain}, epsilon {model.norm_epsilon}"),
         ("samples", f"{manifest.samples:,} of {manifest.rows_in:,} rows"),
-        ("tokens", f"{manifest.tokens:,}, {manifest.loss_tokens:,} of them to learn ({manifest.tokens_from.loss_mask})"),
         (
-            "lengths",
-            f"{manifest.lengths.minimum} to {manifest.lengths.maximum}, median {manifest.lengths.p50}, "
-            f"90 % up to {manifest.lengths.p90}, 99 % up to {manifest.lengths.p99}",
+            "tokens",
+            f"{manifest.tokens:,}, {manifest.loss_tokens:,} of them to learn ({manifest.tokens_from.loss_mask})",
         ),
+        ("lengths", _lengths(manifest)),
         ("size", f"{human_bytes(manifest.bytes)} in {sum(shard.parts for shard in manifest.shards):,} parts"),
         ("shards", f"{len(manifest.shards):,}"),
         ("quarantine", quarantined),
@@ -92,6 +94,14 @@ def _summary_lines(uri: str, manifest: DatasetManifest) -> list[tuple[str, str]]
     if manifest.failed_shards:
         lines.append(("MISSING", f"shards {_numbers(manifest.failed_shards)}: {manifest.missing_samples:,} samples"))
     return lines
+
+
+def _lengths(manifest: DatasetManifest) -> str:
+    lengths = manifest.lengths
+    return (
+        f"{lengths.minimum} to {lengths.maximum} tokens, median {lengths.p50}, 90 % up to {lengths.p90}, "
+        f"99 % up to {lengths.p99}"
+    )
 
 
 def _tokens(contents: SampleContents) -> Table:

@@ -22,8 +22,8 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Write one HTML file that shows what was made and how it went: speed, stages, lengths, norms, quarantine, provenance."""
+    from headframe_worker.documents import read_manifest, read_plan
     from headframe_worker.finalize.report import render_report
-    from headframe_worker.reader.documents import read_manifest, read_plan
 
     store = open_output(output)
     with tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder:

@@ -30,11 +30,11 @@ def command(
 
     Lists every fault with its place and exits with 65 if there is any.
     """
+    from headframe_worker.documents import read_plan
     from headframe_worker.finalize.deep import DeepCheck, deep_check
     from headframe_worker.finalize.fault import fault_list
     from headframe_worker.finalize.verify import verify
     from headframe_worker.job_file import parse_text
-    from headframe_worker.reader.documents import read_plan
 
     store = open_output(output)
     checked: DeepCheck | None = None

@@ -28,9 +28,7 @@ class PlainStates:
         arguments: dict[str, Any] = files.loading_arguments()
         if attention != "auto":
             arguments["attn_implementation"] = attention
-        model = AutoModelForCausalLM.from_pretrained(
-            files.directory, dtype=_TORCH_DTYPE[plan.model.dtype], **arguments
-        )
+        model = AutoModelForCausalLM.from_pretrained(files.directory, dtype=_TORCH_DTYPE[plan.model.dtype], **arguments)
         self._plan = plan
         self._device = device
         self._decoder = model.base_model.eval().to(device)

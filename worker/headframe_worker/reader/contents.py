@@ -72,7 +72,9 @@ def sample_contents(dataset: StatesDataset, row: int, tokenizer: Any = None) -> 
         first_token=int(index.starts[position]),
         slots=dataset.slot_names,
         tokens=[
-            TokenLine(at, ids[at], None if tokenizer is None else tokenizer.decode([ids[at]]), bool(learned[at]), norms[at])
+            TokenLine(
+                at, ids[at], None if tokenizer is None else tokenizer.decode([ids[at]]), bool(learned[at]), norms[at]
+            )
             for at in range(len(ids))
         ],
     )

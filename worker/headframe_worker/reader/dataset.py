@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from headframe_api.names import SAMPLES_KEY, part_key
 from headframe_api.spec import S3Spec
-from headframe_worker.reader.documents import read_manifest
+from headframe_worker.documents import read_manifest
 from headframe_worker.reader.sample import Sample, StatesDecoder
 from headframe_worker.reader.samples_index import SamplesIndex, load_samples_index
 from headframe_worker.reader.stored_part import StoredPart, read_header, read_small_tensors
