@@ -32,7 +32,8 @@ def command(
     from headframe_worker.documents import read_manifest
 
     if row is None:
-        manifest = read_manifest(open_output(output))
+        with open_output(output) as store:
+            manifest = read_manifest(store)
         if json:
             out.print_json(manifest.to_json().decode())
         else:
@@ -132,9 +133,9 @@ def _tokenizer(uri: str) -> Any:
     from headframe_worker.job_file import parse_text
     from headframe_worker.model_source import locate_model
 
-    store = open_output(uri)
     try:
-        job = parse_text(store.read(JOB_KEY).decode(), where=JOB_KEY)
+        with open_output(uri) as store:
+            job = parse_text(store.read(JOB_KEY).decode(), where=JOB_KEY)
         with tempfile.TemporaryDirectory(prefix="headframe-") as folder:
             return locate_model(job.spec.model, job.spec.s3, scratch=Path(folder), weights=False).tokenizer()
     except HeadframeError as error:

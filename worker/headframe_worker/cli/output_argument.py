@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,11 @@ Scratch = Annotated[
 ]
 
 
-def open_output(uri: str) -> Store:
+@contextmanager
+def open_output(uri: str) -> Iterator[Store]:
     """The store of OUT."""
-    return open_store(uri, S3Spec())
+    store = open_store(uri, S3Spec())
+    try:
+        yield store
+    finally:
+        store.close()

@@ -25,13 +25,17 @@ def command(
     from headframe_worker.documents import read_manifest, read_plan
     from headframe_worker.finalize.report import render_report
 
-    store = open_output(output)
-    with tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder:
+    with (
+        open_output(output) as store,
+        tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder,
+    ):
         manifest = read_manifest(store)
         html = render_report(store, read_plan(store), manifest, store.fetch(SAMPLES_KEY, Path(folder)))
-    if to is not None:
-        to.write_text(html, encoding="utf-8")
-    else:
-        store.write(REPORT_KEY, [memoryview(html.encode())])
+        if to is None:
+            store.write(REPORT_KEY, [memoryview(html.encode())])
+            written = f"{store.uri}/{REPORT_KEY}"
+        else:
+            to.write_text(html, encoding="utf-8")
+            written = str(to)
     if not quiet:
-        out.print(str(to) if to is not None else f"{store.uri}/{REPORT_KEY}")
+        out.print(written)

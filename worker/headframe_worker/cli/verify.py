@@ -36,9 +36,11 @@ def command(
     from headframe_worker.finalize.verify import verify
     from headframe_worker.job_file import parse_text
 
-    store = open_output(output)
     checked: DeepCheck | None = None
-    with tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder:
+    with (
+        open_output(output) as store,
+        tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder,
+    ):
         with _bar("verify", DownloadColumn(binary_units=True), quiet=quiet) as bar:
             task = bar.add_task("", total=None)
             result = verify(
@@ -48,11 +50,12 @@ def command(
                 on_bytes=lambda size: bar.advance(task, size),
             )
         if deep and not result.faults:
+            plan, job = read_plan(store), parse_text(store.read(JOB_KEY).decode(), where=f"{store.uri}/{JOB_KEY}")
             with _bar("recompute", MofNCompleteColumn(), quiet=quiet) as bar:
                 task = bar.add_task("", total=None)
                 checked = deep_check(
-                    read_plan(store),
-                    parse_text(store.read(JOB_KEY).decode(), where=f"{store.uri}/{JOB_KEY}"),
+                    plan,
+                    job,
                     output,
                     scratch=Path(folder),
                     seed=seed,
