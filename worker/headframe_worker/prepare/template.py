@@ -271,14 +271,25 @@ def _end_of_turn(text: str, messages: list[Message], turn: int, start: int, end_
     end = text.find(end_token, start)
     if end < 0:
         return None
-    body, message = text[start:end], messages[turn]
-    following = messages[turn + 1]["content"].strip() if turn + 1 < len(messages) else None
-    if following is not None and (not following or following in body):
-        return None
+    rest = text[start:end]
+    for part in _said(messages[turn]):
+        if part not in rest:
+            return None
+        rest = rest.replace(part, "", 1)
+    if turn + 1 < len(messages):
+        following = messages[turn + 1]["content"].strip()
+        if not following or following in rest:
+            return None
+    return end + len(end_token)
+
+
+def _said(message: Message) -> list[str]:
+    """What of a message must stand in its turn, long parts first."""
     reasoning = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking") or ""
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    whole = all(part in body for part in (message["content"].strip(), reasoning.strip(), *names))
-    return end + len(end_token) if whole else None
+    return sorted(
+        (part for part in (message["content"].strip(), reasoning.strip(), *names) if part), key=len, reverse=True
+    )
 
 
 def _strings(message: Message) -> list[str]:
