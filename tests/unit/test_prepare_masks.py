@@ -186,7 +186,7 @@ def test_a_chat_in_which_no_turn_is_certain_is_refused() -> None:
 
 
 def test_a_cut_sample_keeps_the_mask_of_what_is_left() -> None:
-    tokenizer, whole = encode(tiny.CHATML, {"messages": TWO_TURNS})
+    _, whole = encode(tiny.CHATML, {"messages": TWO_TURNS})
     for length in (1, 12, len(whole.input_ids) - 1):
         _, cut = encode(tiny.CHATML, {"messages": TWO_TURNS}, max_length=length)
         assert cut.input_ids.tolist() == whole.input_ids[:length].tolist()

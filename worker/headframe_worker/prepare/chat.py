@@ -57,7 +57,10 @@ def _messages(value: object, column: str) -> list[Message]:
         raise RefusedRowError("WrongType", f"{column} is {_kind(value)}, not a list of messages")
     if not value:
         raise RefusedRowError("EmptySample", f"{column} is an empty list")
-    return [_message(entry, f"{column}[{index}]") for index, entry in enumerate(value)]
+    messages = [_message(entry, f"{column}[{index}]") for index, entry in enumerate(value)]
+    if not any(message["content"].strip() or "tool_calls" in message for message in messages):
+        raise RefusedRowError("EmptySample", f"no message of {column} says anything")
+    return messages
 
 
 def _message(entry: object, where: str) -> Message:
