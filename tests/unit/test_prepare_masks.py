@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import chat_models as tiny
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
