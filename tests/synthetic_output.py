@@ -48,7 +48,7 @@ REFUSED_ROW = 5
 """A row that `extract` refused, where the output has one."""
 
 
-_MADE_UP = ModelIdentity(
+MADE_UP = ModelIdentity(
     source="made/up",
     revision="0123456789abcdef0123456789abcdef01234567",
     architecture="LlamaForCausalLM",
@@ -119,10 +119,10 @@ def write_extracted(
                 layers=list(layers),
                 hugging_face_indexes=[layer + 1 for layer in layers],
                 last=last,  # type: ignore[arg-type]
-                last_layer=(model or _MADE_UP).num_layers - 1,
+                last_layer=(model or MADE_UP).num_layers - 1,
                 dtype=dtype,
             ),
-            model or _MADE_UP.model_copy(update={"hidden_size": hidden_size}),
+            model or MADE_UP.model_copy(update={"hidden_size": hidden_size}),
             part_target_bytes,
         ),
         [random.integers(0, vocabulary, length) for length in lengths],
