@@ -36,6 +36,9 @@ S3_RETRY_SECONDS_ENVIRONMENT = "HEADFRAME_S3_RETRY_SECONDS"
 LOG_FORMAT_ENVIRONMENT = "HEADFRAME_LOG_FORMAT"
 """`text` or `json`: how every process writes its log."""
 
+CACHE_PATH = "/cache"
+"""Where pods find the volume for the model hub, compiled kernels and autotuning results."""
+
 # Object keys, relative to the output's URI.
 JOB_KEY = "job.json"
 PLAN_KEY = "plan.json"

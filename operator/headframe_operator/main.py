@@ -1,1 +1,165 @@
-"""Entry point of the operator."""
+"""Entry point `headframe-operator`: puts the parts together and keeps kopf running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+
+import aiohttp
+import kopf
+from prometheus_client import REGISTRY
+
+from headframe_api.errors import HeadframeError
+from headframe_api.names import GROUP, PLURAL, VERSION
+from headframe_operator.api_server import ApiError, ApiServer, connect
+from headframe_operator.audit import Audit
+from headframe_operator.handlers import register
+from headframe_operator.logs import configure_logs
+from headframe_operator.metrics import JobsCollector
+from headframe_operator.mirror import Key, Mirror
+from headframe_operator.poller import Poller
+from headframe_operator.polling import poll_forever
+from headframe_operator.reconcile import Reconciler
+from headframe_operator.settings import Settings, read_settings
+from headframe_operator.web import serve
+from headframe_operator.work_queue import WorkQueue
+
+_log = logging.getLogger(__name__)
+_WAIT_FOR_CRD_SECONDS = 2.0
+
+
+class Operator:
+    """One run of the watches, from the first list to the end; a new one starts where the CRD went away and came back."""
+
+    def __init__(self, api: ApiServer, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self._api = api
+        self._session = session
+        self._settings = settings
+        self._tasks: list[asyncio.Task[None]] = []
+        self._mirror: Mirror | None = None
+        self._audit: Audit | None = None
+        self._queue: WorkQueue | None = None
+        self._collector: JobsCollector | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Watch and act until ``stop`` is set, or until the watches fail."""
+        registry = kopf.OperatorRegistry()
+        kopf.on.login(registry=registry)(kopf.login_via_client)
+        register(registry, self._start, self._wake, self._forget)
+        try:
+            await kopf.operator(
+                registry=registry,
+                standalone=True,
+                clusterwide=not self._settings.namespaces,
+                namespaces=self._settings.namespaces,
+                stop_flag=stop,
+            )
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._queue is not None:
+                await self._queue.stop()
+            if self._collector is not None:
+                REGISTRY.unregister(self._collector)
+
+    def ill(self) -> str | None:
+        """Why the process should be restarted."""
+        return self._audit.dead_watch if self._audit is not None else None
+
+    def unready(self) -> str | None:
+        """Why it does not serve yet, or not now."""
+        if self._audit is None:
+            return "the watches have not started"
+        return None if self._audit.passed else "the API server has not answered lately"
+
+    def _start(self, mirror: Mirror) -> None:
+        poller = Poller(self._session, self._settings)
+        reconciler = Reconciler(self._api, mirror, poller, self._settings)
+        queue = WorkQueue(reconciler.reconcile, self._settings.reconcile_concurrency)
+        self._mirror, self._queue = mirror, queue
+        self._audit = Audit(self._api, mirror, queue, self._settings)
+        self._collector = JobsCollector(mirror.extractions)
+        REGISTRY.register(self._collector)
+        interval = self._settings.poll_interval_seconds
+        self._tasks = [
+            asyncio.create_task(poll_forever(mirror, reconciler, queue, interval), name="polling"),
+            asyncio.create_task(self._audit.run(), name="audit"),
+        ]
+
+    def _wake(self, key: Key) -> None:
+        if self._queue is not None:
+            self._queue.add(key)
+
+    def _forget(self, uid: str) -> None:
+        if self._mirror is not None:
+            self._mirror.forget(uid)
+
+
+async def run(settings: Settings) -> None:
+    """Run until SIGTERM or SIGINT. While the CRD is missing it waits; when it comes, the watches start anew."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    current: list[Operator] = []
+    async with (
+        connect() as api,
+        aiohttp.ClientSession() as session,
+        serve(
+            settings.port,
+            ill=lambda: current[-1].ill() if current else None,
+            unready=lambda: current[-1].unready() if current else f"the CRD {PLURAL}.{GROUP} is not installed",
+        ),
+    ):
+        while not stop.is_set():
+            await _wait_for_crd(api, settings, stop)
+            if stop.is_set():
+                return
+            _log.info("watches %s", ", ".join(settings.namespaces) or "all namespaces")
+            current.append(Operator(api, session, settings))
+            try:
+                await current[-1].run(stop)
+            except Exception:
+                if await _crd_is_served(api, settings):
+                    raise
+                _log.warning("the CRD %s.%s went away", PLURAL, GROUP)
+            current.clear()
+
+
+async def _wait_for_crd(api: ApiServer, settings: Settings, stop: asyncio.Event) -> None:
+    told = False
+    while not stop.is_set() and not await _crd_is_served(api, settings):
+        if not told:
+            _log.warning("waits for the CRD %s.%s: install crds/ or the chart", PLURAL, GROUP)
+            told = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _WAIT_FOR_CRD_SECONDS)
+
+
+async def _crd_is_served(api: ApiServer, settings: Settings) -> bool:
+    scope = f"/namespaces/{settings.namespaces[0]}" if settings.namespaces else ""
+    try:
+        await api.list(f"/apis/{GROUP}/{VERSION}{scope}/{PLURAL}", metadata_only=True)
+    except ApiError as error:
+        if error.status not in (0, 404, 503):
+            raise
+        return False
+    return True
+
+
+def main() -> None:
+    """Read the settings and run; a fault of the settings is one message, not a traceback."""
+    try:
+        settings = read_settings()
+        configure_logs(settings)
+        asyncio.run(run(settings))
+    except HeadframeError as error:
+        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""kopf's part: it watches, keeps the indexes, and wakes the work queue. Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kopf
+
+from headframe_api.names import GROUP, JOB_LABEL, PLURAL, VERSION
+from headframe_operator.mirror import Key, Mirror, key_of_extraction
+from headframe_operator.views import ExtractionView, JobView, PodView, extraction_view, job_view, key_of, pod_view
+
+Wake = Callable[[Key], None]
+_EXTRACTIONS, _JOBS, _PODS = (GROUP, VERSION, PLURAL), ("batch", "v1", "jobs"), ("", "v1", "pods")
+
+
+def register(
+    registry: kopf.OperatorRegistry, started: Callable[[Mirror], None], wake: Wake, forget: Callable[[str], None]
+) -> None:
+    """Register the watches. ``started`` gets the mirror before anything is told; ``wake`` a key for every event."""
+
+    @kopf.on.startup(registry=registry)  # type: ignore[arg-type]  # kopf passes indexes by name
+    async def start(*, settings: kopf.OperatorSettings, extractions: Any, jobs: Any, pods: Any, **_: Any) -> None:
+        settings.posting.enabled = False  # our own Events say more
+        settings.scanning.disabled = True  # no need to list CRDs and namespaces
+        settings.watching.connect_timeout = 10
+        settings.watching.server_timeout = 300
+        settings.watching.chunk_size = 500
+        settings.networking.request_timeout = 60
+        settings.watching.label_selectors["batch", "v1", "jobs"] = JOB_LABEL
+        settings.watching.label_selectors["", "v1", "pods"] = JOB_LABEL
+        started(Mirror(extractions, jobs, pods))
+
+    @kopf.index(*_EXTRACTIONS, registry=registry)
+    def extractions(body: kopf.Body, **_: Any) -> dict[Key, ExtractionView]:
+        view = extraction_view(dict(body))
+        return {key_of_extraction(view.namespace, view.name): view}
+
+    @kopf.index(*_JOBS, registry=registry)
+    def jobs(body: kopf.Body, **_: Any) -> dict[Key, JobView]:
+        return {key_of(body): job_view(body)}
+
+    @kopf.index(*_PODS, registry=registry)
+    def pods(body: kopf.Body, **_: Any) -> dict[Key, PodView]:
+        return {key_of(body): pod_view(body)}
+
+    @kopf.on.event(*_EXTRACTIONS, registry=registry)
+    async def extraction_changed(body: kopf.Body, type: str | None, **_: Any) -> None:  # noqa: A002  (kopf's word)
+        if type == "DELETED":
+            forget(body["metadata"]["uid"])
+        wake(key_of_extraction(body["metadata"]["namespace"], body["metadata"]["name"]))
+
+    @kopf.on.event(*_JOBS, registry=registry)
+    @kopf.on.event(*_PODS, registry=registry)
+    async def child_changed(body: kopf.Body, type: str | None, **_: Any) -> None:  # noqa: A002  (kopf's word)
+        if type == "DELETED":
+            forget(body["metadata"]["uid"])
+        wake(key_of(body))

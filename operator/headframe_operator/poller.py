@@ -1,0 +1,50 @@
+"""Asks running workers for their progress: bounded in number and time, so that a silent one delays nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import aiohttp
+from pydantic import ValidationError
+
+from headframe_api.names import HTTP_PORT
+from headframe_api.progress import Progress
+from headframe_operator.metrics import POLLS
+from headframe_operator.settings import Settings
+from headframe_operator.snapshot import Poll
+from headframe_operator.views import PodView
+
+_LARGEST_ANSWER_BYTES = 64 * 1024
+
+
+class Poller:
+    """Keeps the last answer of each worker, and of a silent one how long it has been silent."""
+
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self._session = session
+        self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_seconds)
+        self._slots = asyncio.Semaphore(settings.poll_concurrency)
+
+    async def poll(self, pods: Iterable[PodView], before: dict[str, Poll]) -> dict[str, Poll]:
+        """The answers of the running workers among ``pods``, by pod uid, given what they answered before."""
+        workers = [pod for pod in pods if pod.stage == "extract" and pod.running and pod.address]
+        answers = await asyncio.gather(*(self._ask(pod, before.get(pod.uid)) for pod in workers))
+        return {pod.uid: answer for pod, answer in zip(workers, answers, strict=True)}
+
+    async def _ask(self, pod: PodView, before: Poll | None) -> Poll:
+        host = f"[{pod.address}]" if ":" in pod.address else pod.address
+        async with self._slots:
+            try:
+                async with self._session.get(f"http://{host}:{HTTP_PORT}/progress", timeout=self._timeout) as answer:
+                    answer.raise_for_status()
+                    progress = Progress.model_validate_json(await answer.content.read(_LARGEST_ANSWER_BYTES))
+            except (TimeoutError, aiohttp.ClientError, ValidationError, OSError) as error:
+                POLLS.labels("failed").inc()
+                # Since when it is silent, with what it said last: its work is not undone by silence.
+                silent_since = before.at if before is not None and before.error else datetime.now(UTC)
+                last = before.progress if before is not None else None
+                return Poll(at=silent_since, progress=last, error=str(error) or type(error).__name__)
+        POLLS.labels("answered").inc()
+        return Poll(at=datetime.now(UTC), progress=progress)
