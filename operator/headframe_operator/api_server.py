@@ -58,7 +58,7 @@ class ApiServer:
                 query={"limit": "500", **query, **({"continue": more} if more else {})},
                 accept=_METADATA_ONLY if metadata_only else "application/json",
             )
-            items += page.get("items", [])
+            items += page.get("items") or []  # null in an empty list of metadata
             more = page["metadata"].get("continue") or None
         return items
 

@@ -32,16 +32,16 @@ def register(
         settings.watching.label_selectors["", "v1", "pods"] = JOB_LABEL
         started(Mirror(extractions, jobs, pods))
 
-    @kopf.index(*_EXTRACTIONS, registry=registry)
+    @kopf.index(*_EXTRACTIONS, id="extractions", registry=registry)
     def extractions(body: kopf.Body, **_: Any) -> dict[Key, ExtractionView]:
         view = extraction_view(dict(body))
         return {key_of_extraction(view.namespace, view.name): view}
 
-    @kopf.index(*_JOBS, registry=registry)
+    @kopf.index(*_JOBS, id="jobs", registry=registry)
     def jobs(body: kopf.Body, **_: Any) -> dict[Key, JobView]:
         return {key_of(body): job_view(body)}
 
-    @kopf.index(*_PODS, registry=registry)
+    @kopf.index(*_PODS, id="pods", registry=registry)
     def pods(body: kopf.Body, **_: Any) -> dict[Key, PodView]:
         return {key_of(body): pod_view(body)}
 

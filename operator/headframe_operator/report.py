@@ -31,6 +31,7 @@ _RUNNING = {
     "extract": ("Extracting", "extracts hidden states"),
     "finalize": ("Finalizing", "verifies all shards and writes the manifest"),
 }
+_USUAL = {"Starting", *(reason for reason, _ in _RUNNING.values())}
 _QUEUE_REASONS = ("Queued", "EvictedByKueue")
 _STILL = ("NodeLost", "WorkerStalled")
 """Obstacles under which a container counts as running though it does nothing."""
@@ -98,8 +99,9 @@ def notes_of(old: ExtractionJobStatus, new: ExtractionJobStatus) -> tuple[Note, 
         notes.append(Note("Warning" if new.phase == "Failed" else "Normal", _event_reason(new), message))
     elif (after := _condition(new, "Progressing")) is not None:
         before = _condition(old, "Progressing")
-        if before is not None and (before.status, before.reason) != (after.status, after.reason):
-            notes.append(Note("Normal" if after.status == "True" else "Warning", after.reason, message))
+        # Obstacles that come and go are news; that one pod follows another is not.
+        if before is not None and before.reason != after.reason and not {before.reason, after.reason} <= _USUAL:
+            notes.append(Note("Normal" if after.reason in _USUAL else "Warning", after.reason, message))
     return tuple(notes)
 
 
