@@ -1,0 +1,110 @@
+"""The decision by tables: what is observed, and what must come of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_objects import EARLIER, NOW, PLAN, SETTINGS, Json, event, extraction, job, pod, snapshot
+
+from headframe_api.progress import Progress
+from headframe_operator.decide import decide
+from headframe_operator.snapshot import Poll, Refusal, Snapshot
+
+_WORDS = {"PLAN": PLAN, "EARLIER": EARLIER, "T": EARLIER}
+CASES: list[Json] = yaml.safe_load((Path(__file__).parents[1] / "data/operator/decisions.yaml").read_text())
+
+
+def spelt_out(value: Any) -> Any:
+    """The words that stand for whole objects in the tables."""
+    if isinstance(value, dict):
+        return {key: spelt_out(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [spelt_out(inner) for inner in value]
+    return _WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def snapshot_of(case: Json) -> Snapshot:
+    """What the operator knows in a case."""
+    case = spelt_out(case)
+    x = extraction(case.get("spec"), case.get("status"), case.get("metadata"))
+    return snapshot(
+        x,
+        [job(x, **entry) for entry in case.get("jobs", ())],
+        [pod(**entry) for entry in case.get("pods", ())],
+        events=[event(*entry) for entry in case.get("events", ())],
+        workload=case.get("workload"),
+        polls={uid: Poll(at=NOW, progress=Progress.model_validate(p)) for uid, p in case.get("polls", {}).items()},
+        refusals={stage: Refusal(*words) for stage, words in case.get("refusals", {}).items()},
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["title"] for case in CASES])
+def test_decision(case: Json) -> None:
+    decision, then = decide(snapshot_of(case), NOW, SETTINGS), dict(case["then"])
+    actions: Json = {
+        "create": list(decision.create),
+        "delete": [deletion.stage for deletion in decision.delete],
+        "update": {
+            update.stage: {k: v for k in ("suspend", "parallelism") if (v := getattr(update, k)) is not None}
+            for update in decision.update
+        },
+        "workload_active": decision.workload_active,
+        "delete_extraction": decision.delete_extraction,
+        "unchanged": decision.status is None,
+    }
+    for name in actions.keys() & then.keys():
+        assert actions[name] == then.pop(name), name
+    if "requeue" in then:
+        assert (decision.requeue_seconds is not None) == then.pop("requeue")
+    if "requeue_at_most" in then:
+        assert decision.requeue_seconds is not None
+        assert 0 < decision.requeue_seconds <= then.pop("requeue_at_most")
+    if not then:
+        return
+    assert decision.status is not None
+    status = decision.status.to_dict()
+    conditions = {c["type"]: f"{c['status']} {c['reason']}" for c in status["conditions"]}
+    assert {kind: conditions[kind] for kind in then.get("conditions", {})} == then.pop("conditions", {})
+    assert then.pop("message", "") in status["message"]
+    for name, expected in then.items():
+        found = status.get(name)
+        assert ({k: found[k] for k in expected} if isinstance(expected, dict) else found) == expected, name
+
+
+def test_the_extract_job_is_a_work_queue_of_locked_down_pods() -> None:
+    x = extraction(
+        {
+            "failurePolicy": {"retriesPerShard": 5, "maxFailedShards": 9},
+            "s3": {"credentialsSecret": "keys", "caSecret": "ca"},
+            "worker": {"tolerations": [{"operator": "Exists"}], "env": [{"name": "HF_TOKEN", "value": "t"}]},
+        },
+        {"phase": "Extracting", "plan": PLAN},
+    )
+    manifest = decide(snapshot(x), NOW, SETTINGS).create["extract"]
+    spec, template = manifest["spec"], manifest["spec"]["template"]["spec"]
+    container = template["containers"][0]
+    assert manifest["metadata"]["ownerReferences"][0]["uid"] == "x-uid"
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 2)
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (5, 4)
+    rules = [(r["action"], r.get("onExitCodes", {}).get("values")) for r in spec["podFailurePolicy"]["rules"]]
+    assert rules == [("Ignore", None), ("FailJob", [78]), ("FailIndex", [65])]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert container["command"] == ["headframe", "extract"]
+    assert {m["mountPath"] for m in container["volumeMounts"]} >= {"/tmp", "/cache", "/dev/shm"}
+    assert template["tolerations"] == [{"operator": "Exists"}]
+    assert template["automountServiceAccountToken"] is False
+    assert template["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_the_pods_read_the_manifest_that_was_applied() -> None:
+    from headframe_api.parse import parse_job
+
+    x = extraction()
+    container = decide(snapshot(x), NOW, SETTINGS).create["prepare"]["spec"]["template"]["spec"]["containers"][0]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    read = parse_job(yaml.safe_load(environment["HEADFRAME_JOB"]))
+    assert read.spec == parse_job(x).spec
+    assert "nvidia.com/gpu" not in str(container["resources"])
