@@ -23,7 +23,7 @@ class ModelIdentity(DiskModel):
     source: str
     """As in the spec."""
     revision: str
-    """Commit of a hub model; else `sha256:` and a digest of the configuration and of every weight file's name, size, header and 16 samples of 4 KiB."""
+    """Commit of a hub model; else `sha256:` and a digest of the configuration and of every weight file's name, size, header and samples of its bytes."""
     architecture: str
     """Class name in the checkpoint's configuration, such as Qwen3ForCausalLM."""
     model_type: str

@@ -21,6 +21,7 @@ from headframe_worker.stores.open import open_store
 _CONFIGURATION = "config.json"
 _DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
+_READ_WHOLE_BYTES = 64 << 20
 _SAMPLES_PER_FILE = 16
 _SAMPLE_BYTES = 4096
 _GGUF_HEADER_BYTES = 1 << 20
@@ -208,7 +209,7 @@ def _files_revision(store: Store, deciding: Sequence[str], weight_files: Sequenc
     """`sha256:` over the configuration (and the code, where it is run) and over what identifies each file of weights.
 
     Reading all weights would take minutes, and the header alone is the same for every fine-tune of a model. So each file
-    counts with its name, size, header and 16 evenly spaced samples of 4 KiB.
+    counts with its name, size, header and 16 evenly spaced samples of 4 KiB; one of at most 64 MiB with all its bytes.
     """
     digest = hashlib.sha256()
     for name in sorted(deciding):
@@ -222,14 +223,14 @@ def _files_revision(store: Store, deciding: Sequence[str], weight_files: Sequenc
 
 
 def _fingerprint(store: Store, info: ObjectInfo) -> str:
+    if info.size_bytes <= _READ_WHOLE_BYTES:
+        return hashlib.sha256(store.read(info.key)).hexdigest()
     header_bytes = min(info.size_bytes, _header_bytes(store, info))
     digest = hashlib.sha256(store.read_range(info.key, 0, header_bytes))
     rest = info.size_bytes - header_bytes
     for index in range(_SAMPLES_PER_FILE):
         start = header_bytes + index * max(0, rest - _SAMPLE_BYTES) // max(1, _SAMPLES_PER_FILE - 1)
-        length = min(_SAMPLE_BYTES, info.size_bytes - start)
-        if length > 0:
-            digest.update(store.read_range(info.key, start, length))
+        digest.update(store.read_range(info.key, start, min(_SAMPLE_BYTES, info.size_bytes - start)))
     return digest.hexdigest()
 
 
@@ -237,8 +238,6 @@ def _header_bytes(store: Store, info: ObjectInfo) -> int:
     """How much of a file describes its tensors: safetensors states it; of the others the start is taken."""
     if PurePosixPath(info.key).suffix != ".safetensors":
         return _GGUF_HEADER_BYTES
-    if info.size_bytes < 8:
-        raise ConfigError(f"spec.model.source: {info.key}: not a safetensors file: {info.size_bytes} bytes")
     length = int(struct.unpack("<Q", store.read_range(info.key, 0, 8))[0])
     if length > _MAX_HEADER_BYTES:
         raise ConfigError(
