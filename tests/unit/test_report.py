@@ -83,7 +83,7 @@ def test_what_users_named_is_text_and_never_markup(tmp_path: Path) -> None:
 
 
 def test_empty_shards_have_a_report_too(tmp_path: Path) -> None:
-    _, html = finished(tmp_path, lengths=[1] * 10, shards=20)
+    _, html = finished(tmp_path, lengths=[1] * 20, shards=30)
     assert "median 1," in parsed(html)[0]
 
 
