@@ -10,7 +10,7 @@ import typer
 
 from headframe_api.errors import HeadframeError
 from headframe_api.exit_codes import ExitCode
-from headframe_worker.cli import finalize, inspect, plan, prepare, report, verify
+from headframe_worker.cli import extract, finalize, inspect, plan, prepare, report, verify
 from headframe_worker.cli.console import print_error
 
 app = typer.Typer(
@@ -26,8 +26,9 @@ _EVERYDAY, _DATASETS, _STAGES = "Run a job", "Look at a dataset of hidden states
 
 # app.command(NAME, rich_help_panel=PANEL)(module.command)
 app.command("plan", rich_help_panel=_EVERYDAY)(plan.command)
-app.command("finalize", rich_help_panel=_STAGES)(finalize.command)
 app.command("prepare", rich_help_panel=_STAGES)(prepare.command)
+app.command("extract", rich_help_panel=_STAGES)(extract.command)
+app.command("finalize", rich_help_panel=_STAGES)(finalize.command)
 app.command("inspect", rich_help_panel=_DATASETS)(inspect.command)
 app.command("verify", rich_help_panel=_DATASETS)(verify.command)
 app.command("report", rich_help_panel=_DATASETS)(report.command)

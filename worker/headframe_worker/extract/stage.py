@@ -14,11 +14,10 @@ from time import perf_counter
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from headframe_api.errors import ConfigError, DataError
 from headframe_api.job import ExtractionJob
-from headframe_api.manifests import PartEntry, ShardManifest
+from headframe_api.manifests import ExtractionRun, PartEntry, ShardManifest
 from headframe_api.names import part_key, quarantine_key, shard_manifest_key, shard_prefix, tokens_key
 from headframe_api.plan import Plan, ShardPlan
 from headframe_api.spec import ModelSpec, is_hub_id
@@ -35,6 +34,7 @@ from headframe_worker.format.part import decode_header
 from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.tokens_file import TokensShard, read_tokens
+from headframe_worker.reader.documents import read_shard_manifest
 from headframe_worker.stores.base import Store
 
 GRACE_SECONDS = 20.0
@@ -154,29 +154,24 @@ class Extractor:
         return self._engine
 
     def _manifest(self, shard: int) -> ShardManifest:
-        key = shard_manifest_key(shard)
-        try:
-            manifest = ShardManifest.model_validate_json(self.output.read(key))
-        except ValidationError as error:
-            raise DataError(f"{self.output.uri}/{key}: not a shard's manifest; delete it and run again") from error
+        manifest = read_shard_manifest(self.output, shard)
         if manifest.plan != self.plan.digest:
             raise ConfigError(
-                f"{self.output.uri}/{key}: belongs to plan {manifest.plan}, not to {self.plan.digest}; choose another spec.output.uri",
+                f"{self.output.uri}/{shard_manifest_key(shard)}: belongs to plan {manifest.plan}, not to {self.plan.digest}; "
+                "choose another spec.output.uri, or delete what is there",
                 reason="ForeignOutput",
             )
         return manifest
 
-    def _commit(self, shard: ShardPlan, entries: Sequence[PartEntry], runs: Sequence[object]) -> ShardManifest:
-        manifest = ShardManifest.model_validate(
-            {
-                "plan": self.plan.digest,
-                "shard": shard.index,
-                "samples": sum(entry.samples for entry in entries),
-                "tokens": sum(entry.tokens for entry in entries),
-                "bytes": sum(entry.bytes for entry in entries),
-                "parts": list(entries),
-                "runs": list(runs),
-            }
+    def _commit(self, shard: ShardPlan, entries: Sequence[PartEntry], runs: Sequence[ExtractionRun]) -> ShardManifest:
+        manifest = ShardManifest(
+            plan=self.plan.digest,
+            shard=shard.index,
+            samples=sum(entry.samples for entry in entries),
+            tokens=sum(entry.tokens for entry in entries),
+            bytes=sum(entry.bytes for entry in entries),
+            parts=list(entries),
+            runs=list(runs),
         )
         quarantined = [row for entry in entries for row in entry.quarantined]
         if manifest.samples + len(quarantined) != shard.samples:

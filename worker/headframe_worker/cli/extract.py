@@ -1,0 +1,73 @@
+"""`headframe extract`: one shard through the model, as its pod runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headframe_api.names import SHARD_ENVIRONMENT
+from headframe_api.progress import TerminationMessage
+from headframe_worker.cli.console import Quiet, print_note
+from headframe_worker.cli.pod_stage import Port
+
+Manifest = Annotated[
+    Path | None,
+    typer.Argument(help="The ExtractionJob as YAML or JSON; without it, the environment variable HEADFRAME_JOB."),
+]
+Shard = Annotated[
+    int, typer.Option(min=0, envvar=SHARD_ENVIRONMENT, help="Which shard; Kubernetes sets it in the environment.")
+]
+Scratch = Annotated[
+    Path | None,
+    typer.Option(help="Directory for a tokens file, and for a model that comes from S3. TMPDIR by default."),
+]
+
+
+def command(
+    shard: Shard, manifest: Manifest = None, scratch: Scratch = None, port: Port = None, quiet: Quiet = False
+) -> None:
+    """Compute one shard's hidden states and write its parts; go on where an earlier run stopped."""
+    from headframe_worker.cli.pod_stage import StageProcess, completed, run_stage
+    from headframe_worker.engine.loading import choose_device
+    from headframe_worker.extract.stage import Extractor
+    from headframe_worker.job_file import load_job
+    from headframe_worker.reader.documents import read_plan
+    from headframe_worker.stores.open import open_store
+
+    def work(process: StageProcess) -> TerminationMessage:
+        job = load_job(manifest)
+        output = open_store(job.spec.output.uri, job.spec.s3)
+        extractor = Extractor(
+            job,
+            read_plan(output),
+            output,
+            device=choose_device(job.spec.model.gpus),
+            scratch=process.scratch,
+            meter=process.meter,
+            stop=process.stop.event,
+        )
+        try:
+            result = extractor.run(shard)
+        finally:
+            extractor.close()
+            output.close()
+        quarantined = sum(len(part.quarantined) for part in result.parts)
+        if not quiet:
+            print_note(
+                f"shard {shard}: {result.samples:,} samples, {result.tokens:,} tokens in {len(result.parts):,} parts"
+                + (f", {quarantined:,} samples in quarantine" if quarantined else "")
+            )
+        return completed("extract").model_copy(
+            update={
+                "shard": shard,
+                "samples": result.samples,
+                "tokens": result.tokens,
+                "bytes": result.bytes,
+                "quarantined": quarantined,
+                "slow_path": list(process.meter.slow_path),
+            }
+        )
+
+    run_stage("extract", work, scratch=scratch, shard=shard, port=port)
