@@ -537,7 +537,7 @@ from pathlib import Path
 from headframe_worker.extract.stage import Extractor
 from headframe_worker.job_file import load_job
 from headframe_worker.meter import Meter
-from headframe_worker.reader.documents import read_plan
+from headframe_worker.documents import read_plan
 from headframe_worker.stores.local import LocalStore
 
 for name in sys.argv[1:]:

@@ -30,10 +30,10 @@ def command(
 ) -> None:
     """Compute one shard's hidden states and write its parts; go on where an earlier run stopped."""
     from headframe_worker.cli.pod_stage import StageProcess, completed, run_stage
+    from headframe_worker.documents import read_plan
     from headframe_worker.engine.loading import choose_device
     from headframe_worker.extract.stage import Extractor
     from headframe_worker.job_file import load_job
-    from headframe_worker.reader.documents import read_plan
     from headframe_worker.stores.open import open_store
 
     def work(process: StageProcess) -> TerminationMessage:

@@ -21,6 +21,7 @@ from headframe_api.manifests import ExtractionRun, PartEntry, ShardManifest
 from headframe_api.names import part_key, quarantine_key, shard_manifest_key, shard_prefix, tokens_key
 from headframe_api.plan import Plan, ShardPlan
 from headframe_api.spec import ModelSpec, is_hub_id
+from headframe_worker.documents import read_shard_manifest
 from headframe_worker.engine.budget import default_tokens
 from headframe_worker.engine.engine import Engine, EngineSettings
 from headframe_worker.engine.loading import Checkpoint
@@ -34,7 +35,6 @@ from headframe_worker.format.part import decode_header
 from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.tokens_file import TokensShard, read_tokens
-from headframe_worker.reader.documents import read_shard_manifest
 from headframe_worker.stores.base import Store
 
 GRACE_SECONDS = 20.0
