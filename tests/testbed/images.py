@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from testbed.tools import CACHE, locked, need_root, system_tool
 
-_BASE = {"suite": "bookworm", "variant": "minbase", "include": "ca-certificates,python3,python3-venv"}
+_BASE = {"suite": "bookworm", "variant": "minbase", "include": "ca-certificates,gpgv,python3,python3-venv"}
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's programs look for it
 _KEPT = 3  # images of one name; they share most layers, but a disk is finite
