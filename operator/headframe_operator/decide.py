@@ -27,6 +27,7 @@ from headframe_operator.settings import Settings
 from headframe_operator.snapshot import STAGES, Snapshot
 from headframe_operator.times import from_text, seconds_between
 from headframe_operator.views import JobView
+from headframe_operator.worker_defaults import with_worker_defaults
 
 _WAIT_FOR_DELETION_SECONDS = 2.0
 _WAIT_FOR_OBSTACLE_SECONDS = 3.0
@@ -43,7 +44,7 @@ def decide(snapshot: Snapshot, now: datetime, settings: Settings) -> Decision:  
         return _after_the_end(snapshot, now)
     if x.spec is None:
         return _end(snapshot, Failure("InvalidSpec", x.fault or "the spec cannot be read"), now)
-    refused = _refused_spec(snapshot, x.spec)
+    refused = _refused_spec(snapshot, x.spec, settings)
     if refused is not None:
         return _end(snapshot, refused, now)
     plan, stage, failure = _current_stage(snapshot, x.spec)
@@ -179,9 +180,9 @@ def _with_status(situation: Situation, action: Decision, now: datetime) -> Decis
     )
 
 
-def _refused_spec(snapshot: Snapshot, spec: ExtractionJobSpec) -> Failure | None:
+def _refused_spec(snapshot: Snapshot, spec: ExtractionJobSpec, settings: Settings) -> Failure | None:
     """What no API server can check: whether pods can reach the local paths, and whether the spec fits their environment."""
-    faults = unmounted_paths(spec)
+    faults = unmounted_paths(with_worker_defaults(spec, settings.worker_defaults))
     if faults:
         return Failure("LocalPathNotMounted", "; ".join(faults))
     size = len(spec_text(snapshot.extraction).encode())

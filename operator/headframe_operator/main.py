@@ -82,7 +82,7 @@ class Operator:
         queue = WorkQueue(reconciler.reconcile, self._settings.reconcile_concurrency)
         self._mirror, self._queue = mirror, queue
         self._audit = Audit(self._api, mirror, queue, self._settings)
-        self._collector = JobsCollector(mirror.extractions)
+        self._collector = JobsCollector(mirror.extractions, mirror.jobs)
         REGISTRY.register(self._collector)
         interval = self._settings.poll_interval_seconds
         self._tasks = [

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from headframe_api.errors import ConfigError
+from headframe_api.worker_spec import WorkerSpec
 
 _PREFIX = "HEADFRAME_OPERATOR_"
 
@@ -25,6 +26,8 @@ class Settings(BaseModel):
     """How the worker image is pulled."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve, separated by commas; empty serves the whole cluster."""
+    worker_defaults: WorkerSpec = Field(default_factory=WorkerSpec)
+    """What spec.worker says where it says nothing itself, as JSON."""
     gpu_resource: str = "nvidia.com/gpu"
     """The extended resource that model.gpus asks for."""
     cpu_stage_resources: dict[str, Any] = Field(
@@ -80,7 +83,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 def _value(name: str, text: str) -> Any:
     if name == "namespaces":
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name == "cpu_stage_resources":
+    if name in ("cpu_stage_resources", "worker_defaults"):
         try:
             return from_json(text)
         except ValueError:

@@ -67,6 +67,8 @@ class JobView:
     succeeded: int
     failed_indexes: str
     completed_indexes: str
+    failed_pods: int
+    """Failures that count: those that podFailurePolicy ignores are not among them."""
     finished: str | None
     """`Complete` or `Failed`, once it is decided: also while the last pods still end."""
     finish_reason: str
@@ -207,6 +209,7 @@ def job_view(raw: Json) -> JobView:
         succeeded=status.get("succeeded", 0),
         failed_indexes=status.get("failedIndexes", ""),
         completed_indexes=status.get("completedIndexes", ""),
+        failed_pods=status.get("failed", 0),
         finished=None if end is None else ("Complete" if end["type"] == "Complete" else "Failed"),
         finish_reason="" if end is None else end.get("reason", ""),
         finish_message="" if end is None else end.get("message", ""),

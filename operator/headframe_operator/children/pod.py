@@ -17,6 +17,7 @@ from headframe_api.spec import ExtractionJobSpec
 from headframe_operator.child_names import job_label
 from headframe_operator.settings import Settings
 from headframe_operator.views import ExtractionView
+from headframe_operator.worker_defaults import with_worker_defaults
 
 CONTAINER = "worker"
 _CA_PATH = "/etc/headframe/s3-ca"
@@ -27,6 +28,7 @@ SPEC_LIMIT_BYTES = 100_000
 
 def pod_template(x: ExtractionView, spec: ExtractionJobSpec, stage: str, settings: Settings) -> dict[str, Any]:
     """The template of a stage's Job: metadata and spec."""
+    spec = with_worker_defaults(spec, settings.worker_defaults)
     worker = spec.worker
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
