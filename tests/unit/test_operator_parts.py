@@ -1,0 +1,145 @@
+"""The operator's small parts: names, settings, index lists, rates, the work queue."""
+
+import asyncio
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headframe_api.errors import ConfigError
+from headframe_operator import index_lists
+from headframe_operator.child_names import child_name, job_label
+from headframe_operator.rates import RateWindow
+from headframe_operator.settings import read_settings
+from headframe_operator.totals import Totals
+from headframe_operator.work_queue import WorkQueue
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,60}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,60}[a-z0-9])?){0,3}", fullmatch=True)
+
+
+@given(NAMES, st.sampled_from(["prepare", "extract", "finalize"]))
+def test_child_names_fit_dns(name: str, stage: str) -> None:
+    child, label = child_name(name, stage), job_label(name)
+    assert len(f"{child}-99999") <= 63
+    assert LABEL.fullmatch(child)
+    assert "." not in child
+    assert len(label) <= 63
+    assert LABEL.fullmatch(label)
+
+
+@given(NAMES, NAMES)
+def test_different_jobs_have_different_children(one: str, other: str) -> None:
+    assert (one == other) == (child_name(one, "extract") == child_name(other, "extract"))
+    assert (one == other) == (job_label(one) == job_label(other))
+
+
+def test_short_names_stay_readable() -> None:
+    assert child_name("qwen3-dflash", "extract") == "qwen3-dflash-extract"
+    assert child_name("a.b", "extract") != child_name("a-b", "extract")
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_index_lists_read_kubernetes_ranges(indexes: set[int]) -> None:
+    ordered, parts = sorted(indexes), []
+    while ordered:
+        first = last = ordered.pop(0)
+        while ordered and ordered[0] == last + 1:
+            last = ordered.pop(0)
+        parts.append(str(first) if first == last else f"{first}-{last}")
+    text = ",".join(parts)
+    assert index_lists.count(text) == len(indexes)
+    assert [i for i in range(301) if index_lists.contains(text, i)] == sorted(indexes)
+
+
+def test_rates_span_the_window_and_start_anew_when_sums_shrink() -> None:
+    window = RateWindow()
+    assert window.rates() is None
+    for second in range(0, 121, 10):
+        window.add(second, Totals(samples=second, tokens=100 * second))
+    rates = window.rates()
+    assert rates is not None
+    assert (rates.samples_per_second, rates.tokens_per_second) == (1.0, 100.0)
+    window.add(130, Totals(tokens=5))
+    assert window.rates() is None
+
+
+def test_settings_come_from_the_environment() -> None:
+    settings = read_settings(
+        {
+            "HEADFRAME_OPERATOR_NAMESPACES": "a, b",
+            "HEADFRAME_OPERATOR_CPU_STAGE_RESOURCES": '{"requests": {"cpu": "1"}}',
+            "HEADFRAME_OPERATOR_POD_USER_ID": "",
+            "HEADFRAME_OPERATOR_POLL_INTERVAL_SECONDS": "2.5",
+            "PATH": "/bin",
+        }
+    )
+    assert settings.namespaces == ("a", "b")
+    assert settings.cpu_stage_resources == {"requests": {"cpu": "1"}}
+    assert settings.pod_user_id is None
+    assert settings.poll_interval_seconds == 2.5
+
+
+def test_every_wrong_setting_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_settings(
+            {
+                "HEADFRAME_OPERATOR_PORT": "http",
+                "HEADFRAME_OPERATOR_LOG_FORMAT": "xml",
+                "HEADFRAME_OPERATOR_CPU_STAGE_RESOURCES": "{",
+                "HEADFRAME_OPERATOR_PROT": "1",
+            }
+        )
+    for variable in ("PORT", "LOG_FORMAT", "CPU_STAGE_RESOURCES", "PROT: unknown"):
+        assert f"HEADFRAME_OPERATOR_{variable}" in caught.value.message
+
+
+def test_the_queue_looks_once_at_many_events_and_again_at_one_meanwhile() -> None:
+    looks: list[str] = []
+
+    async def scenario() -> None:
+        looking, go_on, twice = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def handle(key: tuple[str, str]) -> None:
+            looks.append(key[1])
+            looking.set()
+            if len(looks) == 2:
+                twice.set()
+            await go_on.wait()
+
+        queue = WorkQueue(handle, concurrency=2)
+        for _ in range(50):
+            queue.add(("ns", "job"))
+        await asyncio.wait_for(looking.wait(), 5)
+        assert looks == ["job"]
+        queue.add(("ns", "job"))
+        go_on.set()
+        await asyncio.wait_for(twice.wait(), 5)
+        await queue.stop()
+
+    asyncio.run(scenario())
+    assert looks == ["job", "job"]
+
+
+def test_the_queue_tries_again_what_failed_and_keeps_the_others_going() -> None:
+    looks: list[str] = []
+
+    async def scenario() -> None:
+        done = asyncio.Event()
+
+        async def handle(key: tuple[str, str]) -> None:
+            looks.append(key[1])
+            if looks.count("bad") == 2 and "good" in looks:
+                done.set()
+            if key[1] == "bad":
+                raise ConnectionError("no answer")
+
+        queue = WorkQueue(handle, concurrency=1)
+        queue.add(("ns", "bad"))
+        queue.add(("ns", "good"))
+        await asyncio.wait_for(done.wait(), 10)
+        await queue.stop()
+
+    asyncio.run(scenario())
+    assert looks[:2] == ["bad", "good"]
