@@ -36,11 +36,12 @@ def command(
     from headframe_worker.cli.pod_stage import StageProcess, completed, run_stage
     from headframe_worker.job_file import load_job
     from headframe_worker.prepare.stage import prepare
+    from headframe_worker.stores.observer import tell
     from headframe_worker.stores.open import open_store
 
     def work(process: StageProcess) -> TerminationMessage:
         job = load_job(manifest)
-        output = open_store(job.spec.output.uri, job.spec.s3)
+        output = open_store(job.spec.output.uri, job.spec.s3, observer=tell(process.meter))
         try:
             prepared = prepare(
                 job,
