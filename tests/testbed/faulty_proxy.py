@@ -60,6 +60,8 @@ class Fault:
     """One byte of the body is another one."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of `answer`."""
+    text: str | None = None
+    """Body of `answer`, such as a gateway's page, instead of S3's XML."""
 
 
 def operation(*names: str) -> Callable[[Request], bool]:
@@ -123,7 +125,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             request = Request(self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
             fault = proxy.next_fault(request)
             if fault and fault.answer:
-                self._answer(*fault.answer, fault.headers)
+                self._answer(*fault.answer, fault.headers, fault.text)
                 return
             upstream = http.client.HTTPConnection(proxy.server.host, proxy.server.port, timeout=60)
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -163,8 +165,8 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             _UnsignedPayload(credentials, "s3", proxy.server.region).add_auth(signed)
             return dict(signed.headers.items())
 
-        def _answer(self, status: int, code: str, headers: dict[str, str]) -> None:
-            text = f"<Error><Code>{code}</Code><Message>made by a test</Message></Error>".encode()
+        def _answer(self, status: int, code: str, headers: dict[str, str], page: str | None) -> None:
+            text = (page or f"<Error><Code>{code}</Code><Message>made by a test</Message></Error>").encode()
             self.send_response_only(status)
             for name, value in {"Content-Length": str(len(text)), "Connection": "close", **headers}.items():
                 self.send_header(name, value)

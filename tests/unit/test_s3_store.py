@@ -295,6 +295,20 @@ def test_what_arrives_broken_is_read_again(
         assert buffer == LARGE[10:110]
 
 
+@pytest.mark.parametrize("status", [200, 502])
+def test_a_gateways_page_instead_of_an_answer_is_no_answer(proxied: S3Store, proxy: FaultyProxy, status: int) -> None:
+    proxied.write("k", [LARGE])
+    page = "<html><body>Bad gateway</p></html>"
+    proxy.inject(operation("ListObjectsV2", "CompleteMultipartUpload"), times=2, answer=(status, ""), text=page)
+    assert [info.key for info in proxied.list()] == ["k"]
+    proxy.inject(operation("UploadPart", "CompleteMultipartUpload"), times=4, answer=(status, ""), text=page)
+    assert proxied.write("l", [LARGE], exclusive=True).created
+    assert proxied.read("l") == LARGE
+    proxy.inject(operation("PutObject"), times=2, answer=(status, ""), text=page)
+    assert proxied.write("m", [SMALL], exclusive=True).created
+    assert proxied.read("m") == SMALL
+
+
 def test_an_object_replaced_during_a_download_is_downloaded_whole(
     proxied: S3Store, proxy: FaultyProxy, store: S3Store, tmp_path: Path
 ) -> None:

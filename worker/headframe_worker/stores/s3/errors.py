@@ -21,9 +21,13 @@ from botocore.exceptions import (
 from botocore.exceptions import (
     ConnectionError as BotoConnectionError,
 )
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 RequestError = (ClientError, BotoCoreError)
-"""What a request of boto3 raises."""
+"""What a request of boto3 raises by rights."""
+StrayError = (HTTPError, ResponseParserError)
+"""What comes through boto3 as it is: a connection that broke while a body was read, an answer that is not S3's."""
 UNSPECIFIC_REFUSAL = "StoreRefused"
 """Reason of a ConfigError where the server's code says no more than that."""
 
@@ -63,6 +67,12 @@ class TruncatedError(BotoCoreError):
     """A body ended early although the server said it was whole."""
 
     fmt = "the body ended after {got} of {wanted} bytes"
+
+
+class UnconfirmedError(BotoCoreError):
+    """Something between us and the server said yes in its place."""
+
+    fmt = "the answer has no ETag, so it is not the object store's"
 
 
 _BY_CODE = {
@@ -118,6 +128,7 @@ def fault_of(error: ClientError | BotoCoreError) -> Fault:
         IncompleteReadError,
         ResponseStreamingError,
         TruncatedError,
+        UnconfirmedError,
     )
     return Fault.TRANSIENT if isinstance(error, passing_errors) else Fault.PERMANENT
 

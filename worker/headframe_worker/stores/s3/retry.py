@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError
+from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, HTTPClientError
 
 from headframe_api.errors import ConfigError, TemporaryError
 from headframe_worker.stores.missing import MissingObjectError
@@ -21,6 +21,7 @@ from headframe_worker.stores.s3.errors import (
     PreconditionError,
     RangeError,
     RequestError,
+    StrayError,
     UploadLostError,
     advice_for,
     fault_of,
@@ -78,24 +79,28 @@ class Requests:
         exceptions of `errors` that callers decide on.
         """
         failures, first_failure = 0, 0.0
+        error: ClientError | BotoCoreError
         try:
             while True:
                 self.check_open(operation, where)
                 client = self.connection.client
                 try:
                     result = attempt(client)
-                except RequestError as error:
-                    failures += 1
-                    now = time.monotonic()
-                    first_failure = first_failure or now
-                    self._decide(_Failure(error, operation, where, client, failures, now - first_failure))
-                    if failures > 1:
-                        self._waits.begin(threading.get_ident(), f"{where}: {operation}: {self._words(error)}")
-                    self._observer.retried()
-                    self.closing.wait(self._policy.delay_seconds(failures))
+                except RequestError as failed:
+                    error = failed
+                except StrayError as failed:
+                    error = HTTPClientError(error=failed)
                 else:
                     self._reached = True
                     return result
+                failures += 1
+                first_failure = first_failure or time.monotonic()
+                elapsed = time.monotonic() - first_failure
+                self._decide(_Failure(error, operation, where, client, failures, elapsed))
+                if failures > 1:
+                    self._waits.begin(threading.get_ident(), f"{where}: {operation}: {self._words(error)}")
+                self._observer.retried()
+                self.closing.wait(self._policy.delay_seconds(failures))
         finally:
             self._waits.end(threading.get_ident())
 

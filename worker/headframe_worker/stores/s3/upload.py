@@ -13,7 +13,7 @@ import threading
 from base64 import b64encode
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from awscrt.checksums import combine_crc64nvme
 
@@ -23,8 +23,12 @@ from headframe_worker.checksum import crc64, digest_text
 from headframe_worker.stores.base import Written
 from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.s3.body import Body, Buffers
-from headframe_worker.stores.s3.errors import PreconditionError, RequestError, UploadLostError
+from headframe_worker.stores.s3.errors import PreconditionError, RequestError, UnconfirmedError, UploadLostError
 from headframe_worker.stores.s3.retry import Requests
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import PutObjectOutputTypeDef
 
 logger = logging.getLogger(__name__)
 
@@ -119,20 +123,23 @@ class Uploader:
     def put(self, write: Write, buffers: Buffers) -> bool:
         """Write by one request; whether the server said that it verified the checksum."""
         write.checksum = _checksum(buffers)
-        answer = self._requests.call(
-            "PutObject",
-            write.where,
-            lambda client: client.put_object(
+        checksum = write.checksum
+
+        def send(client: S3Client) -> PutObjectOutputTypeDef:
+            answer = client.put_object(
                 Bucket=self._bucket,
                 Key=write.key,
                 Body=self._body(write, buffers, 0, buffers.size_bytes),
                 Metadata={_TOKEN: write.token},
-                **write.checksum_header(write.checksum or 0),
+                **write.checksum_header(checksum),
                 **write.condition,
                 **self._settings,
-            ),
-        )
-        return answer.get("ChecksumCRC64NVME") == header_text(write.checksum)
+            )
+            _etag(answer)
+            return answer
+
+        answer = self._requests.call("PutObject", write.where, send)
+        return answer.get("ChecksumCRC64NVME") == header_text(checksum)
 
     def multipart(self, write: Write, buffers: Buffers) -> None:
         """Write by parts, in parallel."""
@@ -157,10 +164,9 @@ class Uploader:
             final: dict[str, Any] = (
                 {"ChecksumType": "FULL_OBJECT", "MpuObjectSize": buffers.size_bytes} if checked else {}
             )
-            self._requests.call(
-                "CompleteMultipartUpload",
-                write.where,
-                lambda client: client.complete_multipart_upload(
+
+            def complete(client: S3Client) -> None:
+                answer = client.complete_multipart_upload(
                     Bucket=self._bucket,
                     Key=write.key,
                     UploadId=upload_id,
@@ -168,8 +174,10 @@ class Uploader:
                     **final,
                     **write.checksum_header(write.checksum or 0),
                     **write.condition,
-                ),
-            )
+                )
+                _etag(answer)
+
+            self._requests.call("CompleteMultipartUpload", write.where, complete)
         except BaseException:
             self._abort(write.key, upload_id)
             raise
@@ -206,19 +214,20 @@ class Uploader:
         self._requests.check_open("UploadPart", write.where)
         checksum = crc64(buffers.slices(part.start, part.stop))
         header = write.checksum_header(checksum)
-        answer = self._requests.call(
-            "UploadPart",
-            write.where,
-            lambda client: client.upload_part(
+
+        def send(client: S3Client) -> str:
+            answer = client.upload_part(
                 Bucket=self._bucket,
                 Key=write.key,
                 UploadId=part.upload_id,
                 PartNumber=part.number,
                 Body=self._body(write, buffers, part.start, part.stop),
                 **header,
-            ),
-        )
-        return {"PartNumber": part.number, "ETag": answer["ETag"], **header}, checksum
+            )
+            return _etag(answer)
+
+        etag = self._requests.call("UploadPart", write.where, send)
+        return {"PartNumber": part.number, "ETag": etag, **header}, checksum
 
     def _token(self, key: str) -> str | None:
         """The token of the write that made the object; empty where another program did, None where there is no object."""
@@ -274,6 +283,13 @@ class _Part:
     number: int
     start: int
     stop: int
+
+
+def _etag(answer: Any) -> str:
+    etag = answer.get("ETag")
+    if not etag:
+        raise UnconfirmedError
+    return str(etag)
 
 
 def _checksum(buffers: Buffers) -> int:
