@@ -24,7 +24,7 @@ from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.observer import StoreObserver
 from headframe_worker.stores.s3.retry import RetryPolicy
 from headframe_worker.stores.s3.store import S3Store, S3Tuning
-from headframe_worker.stores.s3.upload import part_bytes_for
+from headframe_worker.stores.s3.write import part_bytes_for
 from testbed.faulty_proxy import FaultyProxy, operation
 from testbed.process import wait_until
 from testbed.s3 import S3Server

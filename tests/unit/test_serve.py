@@ -100,6 +100,16 @@ def test_metrics_are_what_the_meters_count(server: MeterServer) -> None:
     assert all(family.documentation for family in families.values())
 
 
+def test_the_backlog_is_what_is_being_written(server: MeterServer, meters: dict[str, Meter]) -> None:
+    def backlog() -> float:
+        families = {family.name: family for family in text_string_to_metric_families(get(server, "/metrics")[2])}
+        return sample(families, "headframe_upload_backlog_bytes", worker="0")
+
+    with meters["0"].writing(1000), meters["0"].writing(234):
+        assert backlog() == 1234
+    assert backlog() == 0
+
+
 def test_open_metrics_are_well_formed_too(server: MeterServer) -> None:
     _, content_type, text = get(server, "/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")

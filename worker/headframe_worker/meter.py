@@ -129,6 +129,17 @@ class Meter:
             self._recent.append((now, samples, tokens))
             self.moved_at = now
 
+    @contextmanager
+    def writing(self, size_bytes: int) -> Iterator[None]:
+        """So many bytes are computed and not yet written, for as long as the block lasts."""
+        with self._lock:
+            self.upload_backlog_bytes += size_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.upload_backlog_bytes -= size_bytes
+
     def uploaded(self, *, size_bytes: int, seconds: float) -> None:
         """An object was written."""
         with self._lock:

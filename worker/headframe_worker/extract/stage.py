@@ -225,7 +225,8 @@ class _ShardWork:
         extractor = self.extractor
         buffers = part_object(extractor.plan, self.shard, self.tokens, filled)
         started = perf_counter()
-        written = extractor.output.write(part_key(self.shard.index, filled.part), buffers, exclusive=True)
+        with extractor.meter.writing(sum(buffer.nbytes for buffer in buffers)):
+            written = extractor.output.write(part_key(self.shard.index, filled.part), buffers, exclusive=True)
         extractor.meter.uploaded(size_bytes=written.size_bytes, seconds=perf_counter() - started)
         if written.created:
             entry = decode_header(bytes(buffers[0]), where=part_key(self.shard.index, filled.part)).entry

@@ -11,8 +11,9 @@ from headframe_api.errors import ConfigError
 from headframe_worker.stores.s3.body import Buffers
 from headframe_worker.stores.s3.errors import UNSPECIFIC_REFUSAL, PreconditionError
 from headframe_worker.stores.s3.retry import Requests
-from headframe_worker.stores.s3.upload import Capabilities, Uploader, Write
+from headframe_worker.stores.s3.upload import Uploader
 from headframe_worker.stores.s3.uri import join_key
+from headframe_worker.stores.s3.write import Capabilities, Write
 
 logger = logging.getLogger(__name__)
 

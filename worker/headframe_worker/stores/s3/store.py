@@ -23,8 +23,9 @@ from headframe_worker.stores.s3.download import fetch_object, read_into, read_ob
 from headframe_worker.stores.s3.listing import list_abandoned_uploads, list_objects
 from headframe_worker.stores.s3.probe import probe
 from headframe_worker.stores.s3.retry import Requests, RetryPolicy
-from headframe_worker.stores.s3.upload import Capabilities, Uploader
+from headframe_worker.stores.s3.upload import Uploader
 from headframe_worker.stores.s3.uri import SCHEME, join_key, split_s3_uri
+from headframe_worker.stores.s3.write import Capabilities
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,9 @@ tells whether the object that now lies there is this write's or a twin's.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
-from base64 import b64encode
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from awscrt.checksums import combine_crc64nvme
@@ -25,6 +23,7 @@ from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.s3.body import Body, Buffers
 from headframe_worker.stores.s3.errors import PreconditionError, RequestError, UnconfirmedError, UploadLostError
 from headframe_worker.stores.s3.retry import Requests
+from headframe_worker.stores.s3.write import Capabilities, Write, header_text, part_bytes_for
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -32,32 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MINIMUM_PART_BYTES = 5 << 20
-MAXIMUM_PARTS = 10_000
 _TOKEN = "headframe-write"  # noqa: S105  (a name in the object's metadata)
 _ATTEMPTS = 5
-_MEBIBYTE = 1 << 20
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What the server was seen to do."""
-
-    conditional_writes: bool
-    """If-None-Match: * is honoured by PutObject and by CompleteMultipartUpload."""
-    crc64nvme: bool
-    """CRC-64/NVME checksums are verified."""
-
-
-def part_bytes_for(size_bytes: int, preferred_bytes: int) -> int:
-    """The size of an upload's parts: the preferred one, or as much more as 10,000 parts need."""
-    needed = -(-size_bytes // MAXIMUM_PARTS)
-    return max(MINIMUM_PART_BYTES, preferred_bytes, -(-needed // _MEBIBYTE) * _MEBIBYTE)
-
-
-def header_text(checksum: int) -> str:
-    """A CRC-64/NVME as S3's headers spell it."""
-    return b64encode(checksum.to_bytes(8, "big")).decode()
 
 
 class Uploader:
@@ -250,29 +225,6 @@ class Uploader:
 
     def _body(self, write: Write, buffers: Buffers, start: int, stop: int) -> Any:
         return Body(buffers, start, stop, lambda: self._requests.check_open("UploadPart", write.where))
-
-
-@dataclass
-class Write:
-    """One write under way."""
-
-    key: str
-    where: str
-    """URI, for errors."""
-    capabilities: Capabilities
-    conditional: bool
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    checksum: int | None = None
-    """Of the whole object, once it was computed."""
-
-    @property
-    def condition(self) -> dict[str, Any]:
-        """The request parameter that refuses a key which is taken."""
-        return {"IfNoneMatch": "*"} if self.conditional else {}
-
-    def checksum_header(self, checksum: int) -> dict[str, Any]:
-        """The request parameter that lets the server verify what it got."""
-        return {"ChecksumCRC64NVME": header_text(checksum)} if self.capabilities.crc64nvme else {}
 
 
 @dataclass(frozen=True)
