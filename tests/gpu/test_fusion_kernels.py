@@ -4,6 +4,7 @@ Runs on a CUDA device, or anywhere in Triton's interpreter (TRITON_INTERPRET=1),
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -79,10 +80,10 @@ def test_attention_gate(dtype):
 def test_convolution(dtype, length, key_dim, value_dim):
     key_heads, value_heads = 2, 4
     channels = 2 * key_heads * key_dim + value_heads * value_dim
-    packed, weight = normal(2, length, channels + 10, dtype=dtype), normal(channels, 4, dtype=dtype)
+    packed, taps = normal(2, length, channels + 10, dtype=dtype), normal(4, channels, dtype=dtype)
     starts = [*range(0, 2 * key_heads * key_dim, key_dim), *range(2 * key_heads * key_dim, channels, value_dim)]
     columns = torch.tensor([10 + start for start in starts], dtype=torch.int32, device=DEVICE)
-    arguments = (packed, columns, weight, key_heads, key_dim, value_heads, value_dim)
+    arguments = (packed, columns, taps, key_heads, key_dim, value_heads, value_dim)
     for found, wanted in zip(kernels.convolution(*arguments), twins.convolution(*arguments), strict=True):
         close(found, wanted)
 
@@ -93,19 +94,23 @@ def test_gated_norm(dtype):
     close(kernels.gated_norm(x, packed, columns, gain, 1e-6), twins.gated_norm(x, packed, columns, gain, 1e-6))
 
 
+def test_gates(dtype):
+    packed = 10 * normal(2, 19, 40, dtype=dtype)  # far into the linear part of softplus too
+    a, b = (torch.tensor(columns, dtype=torch.int32, device=DEVICE) for columns in ([3, 30, 7], [1, 2, 39]))
+    a_log, dt_bias = torch.rand(3, device=DEVICE).to(dtype), normal(3, dtype=dtype)
+    for found, wanted in zip(
+        kernels.gates(packed, a, b, a_log, dt_bias), twins.gates(packed, a, b, a_log, dt_bias), strict=True
+    ):
+        close(found, wanted)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="fla's kernels are not ours to interpret")
 @pytest.mark.parametrize("length", [1, 70, 200])
 def test_delta_rule(length):
     torch.manual_seed(0)
-    q, k = (
-        torch.nn.functional.normalize(normal(2, length, 2, 64, dtype=torch.float32), dim=-1).bfloat16()
-        for _ in range(2)
-    )
-    v, a, b = (
-        normal(2, length, 4, 64, dtype=torch.bfloat16),
-        *(normal(2, length, 4, dtype=torch.bfloat16) for _ in range(2)),
-    )
-    a_log, dt_bias = torch.rand(4, device=DEVICE), torch.ones(4, device=DEVICE)
-    wanted = twins.delta_rule(q, k, v, a, b, a_log, dt_bias).float()
-    found = kernels.delta_rule(q, k, v, a, b, a_log, dt_bias).float()
+    draw = partial(normal, dtype=torch.float32)
+    q, k = (torch.nn.functional.normalize(draw(2, length, 16, 128), dim=-1).bfloat16() for _ in range(2))
+    v, decay, step = draw(2, length, 48, 128).bfloat16(), -draw(2, length, 48).abs(), draw(2, length, 48).sigmoid()
+    wanted = twins.delta_rule(q, k, v, decay, step).float()
+    found = kernels.delta_rule(q, k, v, decay, step).float()
     assert (found - wanted).norm() <= 0.01 * wanted.norm()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 def checkpoint(tmp_path):
     torch.manual_seed(0)
     tensors = {
-        "large": torch.randn(3, (5 << 20) + 3, dtype=torch.float32),  # 63 MB: four buffers, the last one partly filled
+        "large": torch.randn(3, (5 << 20) + 3, dtype=torch.float32),  # 63 MB: eight buffers, the last one partly filled
         "float8": torch.randn(1000, 7).to(torch.float8_e4m3fn),
         "half": torch.randn(17, 33).bfloat16(),
         "scalar": torch.tensor(3.5),

@@ -5,7 +5,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from headframe_worker.engine.fusion import FUSIONS, apply_fusions, mlp, remove_fusions, slow_path, torch_reference
+from headframe_worker.engine.fusion import (
+    FUSIONS,
+    apply_fusions,
+    mlp,
+    nothing_packed,
+    remove_fusions,
+    slow_path,
+    torch_reference,
+)
 from headframe_worker.engine.fusion.install import is_installed
 
 CPU = torch.device("cpu")
@@ -161,7 +169,7 @@ def test_a_structure_that_computes_something_else_is_left_alone():
     granite = apply_fusions(tiny("granite"), device=CPU)  # scales what it adds to the stream
     assert granite.skipped["residual_norm"].startswith("layer 0: relative error")
     gemma2 = apply_fusions(tiny("gemma2"), device=CPU)  # gelu, and norms after each block too
-    assert gemma2.applied == ()
+    assert gemma2.applied == ("residual_norm",)  # the norm after the layers is alone
     assert gemma2.skipped["swiglu"].startswith("layer 0 mlp: relative error")
     assert "6 children" in gemma2.skipped["residual_norm"]
 
@@ -211,6 +219,22 @@ def test_calls_with_a_cache_or_with_autograd_take_the_plain_forward(tokens):
     embedded = stack.get_input_embeddings()(tokens).detach().requires_grad_()
     stack(inputs_embeds=embedded, use_cache=False).last_hidden_state.sum().backward()
     assert float(embedded.grad.norm()) > 0
+
+
+def test_the_packing_question_is_left_out_only_while_asked(tokens):
+    stack = tiny("qwen3")
+    plain = states(stack, tokens)
+    packed = torch.arange(37).remainder(20)[None]
+
+    def read():
+        with torch.inference_mode():
+            return stack(input_ids=tokens[:1], position_ids=packed, use_cache=False).last_hidden_state
+
+    apart = read()
+    with nothing_packed():
+        assert error(states(stack, tokens), plain) == 0
+        assert error(read(), apart) > 1e-3
+    assert error(read(), apart) == 0
 
 
 def test_unknown_names_and_other_stacks_are_refused():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headframe_api.errors import ConfigError, TemporaryError
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 8 << 20
 _AHEAD_BYTES = 4 << 30  # read but not yet taken by the caller; bounds the device memory above what the caller keeps
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -71,7 +71,7 @@ def load_safetensors(
     *,
     device: torch.device,
     dtype: torch.dtype | None,
-    threads: int = 8,
+    threads: int = 16,
     wanted: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor on `device`) for the tensors that `wanted` accepts, file by file, in the order of their bytes.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from headframe_worker.engine.fusion import attention, delta_net, layer, mlp
+from headframe_worker.engine.fusion import attention, delta_net, layer, mlp, norms
 from headframe_worker.engine.fusion.install import install, is_installed, remove
 from headframe_worker.engine.fusion.operations import operations
 from headframe_worker.engine.fusion.reference import torch_reference
-from headframe_worker.engine.fusion.verify import Baseline, Call, record_layer_calls, trace
+from headframe_worker.engine.fusion.verify import Baseline, Call, record_calls, run_both, trace
 
 FUSIONS: Mapping[str, str] = {
     attention.PACKED: "one matrix product for queries, keys and values",
@@ -25,7 +25,7 @@ FUSIONS: Mapping[str, str] = {
     delta_net.PACKED: "one matrix product for all inputs of a gated delta net",
     delta_net.CONVOLUTION: "depthwise convolution, SiLU, split and l2norm in one pass",
     delta_net.GATED_NORM: "the gated delta net's output norm and gate in one pass",
-    layer.NORM: "residual addition and RMSNorm in one pass",
+    norms.NORM: "residual addition and RMSNorm in one pass",
     layer.MATMUL: "the last matrix product of a layer adds into the residual stream",
 }
 _KINDS: tuple[ModuleType, ...] = (attention, delta_net, mlp)
@@ -85,8 +85,13 @@ def apply_fusions(stack: nn.Module, *, device: torch.device, only: Set[str] | No
     progress = _Progress(frozenset(FUSIONS if only is None else only), device)
     on_cpu = torch_reference(stack) if device.type == "cpu" else nullcontext()
     with torch.inference_mode(), on_cpu:
-        for index, (module, call) in enumerate(zip(layers, record_layer_calls(stack, layers, device), strict=True)):
-            _fuse_layer(module, call, f"layer {index}", progress)
+        after = [child for child in stack.children() if norms.read_norm(child) is not None]
+        calls = record_calls(stack, [*layers, *after], device)
+        for index, module in enumerate(layers):
+            _fuse_layer(module, calls[index], f"layer {index}", progress)
+        for module, call in zip(after, calls[len(layers) :], strict=True):
+            if not is_installed(module):
+                _fuse(norms, module, norms.read_norm(module), run_both(module, call), "norm after the layers", progress)
     return progress.report()
 
 
@@ -116,7 +121,7 @@ def _fuse_layer(module: nn.Module, call: Call, where: str, progress: _Progress) 
             _fuse(kind, inner, inner, traced.inside[name], f"{where} {name}", progress)
     structure = layer.read_structure(module, traced.children, traced.output)
     if isinstance(structure, str):
-        for name in (layer.NORM, layer.MATMUL):
+        for name in (norms.NORM, layer.MATMUL):
             if name in progress.wanted:
                 progress.refuse(name, where, structure)
         return

@@ -45,8 +45,8 @@ class FusedDeltaNet:
         packed = self.projection(hidden_states)
         heads = (m.num_k_heads, m.head_k_dim, m.num_v_heads, m.head_v_dim)
         q, k, v = self.ops.convolution(packed, self.columns.qkv, self.taps, *heads)
-        a, b = packed.index_select(-1, self.columns.a), packed.index_select(-1, self.columns.b)
-        out = self.ops.delta_rule(q, k, v, a, b, m.A_log, m.dt_bias)
+        decay, step = self.ops.gates(packed, self.columns.a, self.columns.b, m.A_log, m.dt_bias)
+        out = self.ops.delta_rule(q, k, v, decay, step)
         out = self.ops.gated_norm(out, packed, self.columns.z, m.norm.weight, m.norm.variance_epsilon)
         return m.out_proj(out.flatten(2))  # type: ignore[no-any-return]
 
@@ -87,7 +87,7 @@ def build(module: Any, names: Set[str], ops: Operations) -> FusedDeltaNet:
     parts = _parts(module)
     assert parts is not None, "a module that matches has its parts"  # noqa: S101
     projection = pack(parts) if PACKED in names else separate(parts)
-    taps = module.conv1d.weight.detach().squeeze(1)
+    taps = module.conv1d.weight.detach().squeeze(1).t().contiguous()
     return FusedDeltaNet(module, projection, _columns(module, projection), ops, taps)
 
 

@@ -92,41 +92,51 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 @triton.jit
 def _rotary_kernel(
     x, gain, cos, sin, out, eps, rows, length, batch_stride, token_stride, head_stride, cos_batch_stride, cos_token_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    alive = (row < rows)[:, None]
     token, head = row // HEADS, row % HEADS
     batch, position = token // length, token % length
-    cols = tl.arange(0, BLOCK)
-    turned = (cols < WIDTH)[None, :]
-    base = x + batch * batch_stride + position * token_stride + head * head_stride
-    y = tl.load(base[:, None] + cols[None, :], mask=alive & (cols < DIM)[None, :], other=0.0).to(tl.float32)
-    partner = tl.where(cols < WIDTH // 2, cols + WIDTH // 2, cols - WIDTH // 2)
-    other = tl.load(base[:, None] + partner[None, :], mask=alive & turned, other=0.0).to(tl.float32)
+    alive = (row < rows)[:, None]
+    cols = tl.arange(0, HALF_BLOCK)[None, :]
+    rest = 2 * HALF + tl.arange(0, TAIL_BLOCK)[None, :]
+    turned, kept = alive & (cols < HALF), alive & (rest < DIM)
+    base = (x + batch * batch_stride + position * token_stride + head * head_stride)[:, None]
+    target = out + row[:, None] * DIM
+    first = tl.load(base + cols, mask=turned, other=0.0).to(tl.float32)
+    second = tl.load(base + HALF + cols, mask=turned, other=0.0).to(tl.float32)
+    if 2 * HALF < DIM:
+        tail = tl.load(base + rest, mask=kept, other=0.0).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(y * y, axis=1) / DIM + eps)[:, None]
-        y = y * scale * tl.load(gain + cols, mask=cols < DIM, other=0.0)[None, :]
-        other = other * scale * tl.load(gain + partner, mask=cols < WIDTH, other=0.0)[None, :]
-    other = tl.where((cols < WIDTH // 2)[None, :], -other, other)
-    angle = (batch * cos_batch_stride + position * cos_token_stride)[:, None] + cols[None, :]
-    c = tl.load(cos + angle, mask=alive & turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=alive & turned, other=0.0).to(tl.float32)
-    y = y * c + other * s
-    tl.store(out + row[:, None] * DIM + cols[None, :], y.to(out.dtype.element_ty), mask=alive & (cols < DIM)[None, :])
+        total = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if 2 * HALF < DIM:
+            total += tl.sum(tail * tail, axis=1)
+        scale = tl.rsqrt(total / DIM + eps)[:, None]
+        first = first * scale * tl.load(gain + cols, mask=cols < HALF, other=0.0)
+        second = second * scale * tl.load(gain + HALF + cols, mask=cols < HALF, other=0.0)
+        if 2 * HALF < DIM:
+            tail = tail * scale * tl.load(gain + rest, mask=rest < DIM, other=0.0)
+    angle = (batch * cos_batch_stride + position * cos_token_stride)[:, None] + cols
+    c = tl.load(cos + angle, mask=turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+    tl.store(target + cols, (first * c - second * s).to(out.dtype.element_ty), mask=turned)
+    tl.store(target + HALF + cols, (second * c + first * s).to(out.dtype.element_ty), mask=turned)
+    if 2 * HALF < DIM:
+        tl.store(target + rest, tail.to(out.dtype.element_ty), mask=kept)
 
 
 def rotary(x: Tensor, gain: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     batch, length, heads, dim = x.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = batch * length * heads
+    rows, half = batch * length * heads, cos.shape[-1] // 2
     with _device_of(x):
         _rotary_kernel[(triton.cdiv(rows, _ROWS),)](
             x, x if gain is None else gain, cos, sin, out, eps, rows, length, x.stride(0), x.stride(1), x.stride(2),
             cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-            HEADS=heads, DIM=dim, WIDTH=cos.shape[-1], BLOCK=triton.next_power_of_2(dim), ROWS=_ROWS,
-            NORM=gain is not None, num_warps=4,
+            HEADS=heads, DIM=dim, HALF=half, HALF_BLOCK=triton.next_power_of_2(half),
+            TAIL_BLOCK=triton.next_power_of_2(max(1, dim - 2 * half)), ROWS=_ROWS, NORM=gain is not None, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -162,9 +172,9 @@ def attention_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 @triton.jit
 def _convolution_kernel(
-    packed, columns, weight, q, k, v, length, blocks, batch_stride, token_stride, l2_eps,
+    packed, columns, taps, q, k, v, length, blocks, batch_stride, token_stride, l2_eps,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    TAPS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % (2 * KEY_HEADS + VALUE_HEADS)
     tile = tl.program_id(0) // (2 * KEY_HEADS + VALUE_HEADS)
@@ -180,7 +190,7 @@ def _convolution_kernel(
         at = position + tap - (TAPS - 1)
         seen = ((at >= 0) & (at < length))[:, None] & inside[None, :]
         x = tl.load(base + at[:, None].to(tl.int64) * token_stride + cols[None, :], mask=seen, other=0.0).to(tl.float32)
-        y += x * tl.load(weight + (channel + cols) * TAPS + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
+        y += x * tl.load(taps + tap * CHANNELS + channel + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     y = y * tl.sigmoid(y)
     mask = (position < length)[:, None] & inside[None, :]
     token = batch * length + position
@@ -198,7 +208,7 @@ def _convolution_kernel(
 
 
 def convolution(
-    packed: Tensor, columns: Tensor, weight: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
+    packed: Tensor, columns: Tensor, taps: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, _ = packed.shape
     q = packed.new_empty(batch, length, key_heads, key_dim)
@@ -207,8 +217,9 @@ def convolution(
     blocks = triton.cdiv(length, _TOKENS)
     with _device_of(packed):
         _convolution_kernel[(batch * blocks * (2 * key_heads + value_heads),)](
-            packed, columns, weight, q, k, v, length, blocks, packed.stride(0), packed.stride(1), L2_EPS,
-            KEY_HEADS=key_heads, KEY_DIM=key_dim, VALUE_HEADS=value_heads, VALUE_DIM=value_dim, TAPS=weight.shape[1],
+            packed, columns, taps, q, k, v, length, blocks, packed.stride(0), packed.stride(1), L2_EPS,
+            KEY_HEADS=key_heads, KEY_DIM=key_dim, VALUE_HEADS=value_heads, VALUE_DIM=value_dim,
+            TAPS=taps.shape[0], CHANNELS=taps.shape[1],
             BLOCK=triton.next_power_of_2(max(key_dim, value_dim)), TOKENS=_TOKENS, num_warps=4,
         )  # fmt: skip
     return q, k, v
@@ -247,13 +258,43 @@ def gated_norm(x: Tensor, packed: Tensor, columns: Tensor, gain: Tensor, eps: fl
     return out
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """fla's chunked kernel, with both gates computed inside it."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415  # in the `cuda` extra; a dense model needs no fla
+@triton.jit
+def _gates_kernel(
+    packed, a, b, a_log, dt_bias, decay, step, tokens, length, batch_stride, token_stride,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.arange(0, BLOCK)
+    inside = head < HEADS
+    mask = (token < tokens)[:, None] & inside[None, :]
+    base = (packed + (token // length) * batch_stride + (token % length) * token_stride)[:, None]
+    x = tl.load(base + tl.load(a + head, mask=inside, other=0)[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(base + tl.load(b + head, mask=inside, other=0)[None, :], mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)[None, :]
+    x = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))  # softplus, linear where exp would overflow
+    x *= -tl.exp(tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32))[None, :]
+    place = token[:, None] * HEADS + head[None, :]
+    tl.store(decay + place, x, mask=mask)
+    tl.store(step + place, tl.sigmoid(y), mask=mask)
 
-    out, _ = chunk_gated_delta_rule(
-        q, k, v, g=a, beta=b, use_gate_in_kernel=True, A_log=a_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True
-    )  # fmt: skip
+
+def gates(packed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    batch, length, _ = packed.shape
+    heads = a.shape[0]
+    decay, step = (torch.empty(batch, length, heads, dtype=torch.float32, device=packed.device) for _ in range(2))
+    with _device_of(packed):
+        _gates_kernel[(triton.cdiv(batch * length, _ROWS),)](
+            packed, a, b, a_log, dt_bias, decay, step, batch * length, length, packed.stride(0), packed.stride(1),
+            HEADS=heads, BLOCK=triton.next_power_of_2(heads), ROWS=_ROWS, num_warps=4,
+        )  # fmt: skip
+    return decay, step
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor) -> Tensor:
+    """fla's chunked kernel, or FlashQLA's through fla's own dispatch where that package is installed."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415  # a dense model needs no fla
+
+    out, _ = chunk_gated_delta_rule(q, k, v, g=decay, beta=step)
     return out  # type: ignore[no-any-return]
 
 

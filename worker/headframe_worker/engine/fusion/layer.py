@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from headframe_worker.engine.fusion.install import installed
 from headframe_worker.engine.fusion.mlp import FusedMLP
-from headframe_worker.engine.fusion.norms import Norm, read_norm
+from headframe_worker.engine.fusion.norms import NORM, Norm, read_norm
 from headframe_worker.engine.fusion.operations import Operations
 
-NORM, MATMUL = "residual_norm", "residual_matmul"
+MATMUL = "residual_matmul"
 
 
 @dataclass(frozen=True)

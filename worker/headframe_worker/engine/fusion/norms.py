@@ -1,12 +1,16 @@
 """Recognising an RMSNorm by what it computes."""
 
 import copy
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from headframe_worker.engine.fusion import twins
+from headframe_worker.engine.fusion.operations import Operations
+
+NORM = "residual_norm"
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,18 @@ class Norm:
 
     gain: Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class FusedNorm:
+    """An RMSNorm on its own, in one pass."""
+
+    norm: Norm
+    ops: Operations
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """[..., width] to [..., width]."""
+        return self.ops.rms_norm(hidden_states, self.norm.gain, self.norm.eps)  # type: ignore[no-any-return]
 
 
 def read_norm(module: nn.Module) -> Norm | None:
@@ -40,3 +56,15 @@ def read_norm(module: nn.Module) -> Norm | None:
         if float((found - wanted).norm()) <= 1e-5 * float(wanted.norm()):
             return Norm(gain, eps)
     return None
+
+
+def fusions(norm: Norm) -> tuple[str, ...]:
+    """The names of the fusions a norm on its own has a use for."""
+    del norm
+    return (NORM,)
+
+
+def build(norm: Norm, names: Set[str], ops: Operations) -> FusedNorm:
+    """The fused forward of a module that is this norm."""
+    del names
+    return FusedNorm(norm, ops)

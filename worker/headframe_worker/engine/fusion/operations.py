@@ -20,6 +20,7 @@ class Operations:
     rotary: Callable[..., Any] = twins.rotary
     attention_gate: Callable[..., Any] = twins.attention_gate
     convolution: Callable[..., Any] = twins.convolution
+    gates: Callable[..., Any] = twins.gates
     delta_rule: Callable[..., Any] = twins.delta_rule
     gated_norm: Callable[..., Any] = twins.gated_norm
 
@@ -31,7 +32,7 @@ SWITCHES = {
     "rotary": ("rotary",),
     "attention_gate": ("attention_gate",),
     "convolution": ("convolution",),
-    "delta_rule": ("delta_rule",),
+    "delta_rule": ("gates", "delta_rule"),
     "gated_norm": ("gated_norm",),
 }
 

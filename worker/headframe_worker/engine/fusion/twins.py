@@ -34,17 +34,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def rotary(x: Tensor, gain: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Optional per-head RMSNorm of x [B, T, H, D], then rotation of its first R columns by cos, sin [B or 1, T, R].
 
-    Halves are paired (column i with i + R/2), as in GPT-NeoX and Llama; the columns from R on pass through.
+    Halves are paired (column i with i + R/2) and turn by one angle, so cos and sin repeat after R/2 columns, as in GPT-NeoX and
+    Llama; the columns from R on pass through.
     """
     y = x.float()
     if gain is not None:
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * gain
-    width = cos.shape[-1]
-    turned, kept = y[..., :width], y[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    c, s = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
-    turned = turned * c + torch.cat((-second, first), dim=-1) * s
-    return torch.cat((turned, kept), dim=-1).to(x.dtype)
+    half = cos.shape[-1] // 2
+    first, second, kept = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+    c, s = cos[..., :half].float().unsqueeze(2), sin[..., :half].float().unsqueeze(2)
+    return torch.cat((first * c - second * s, second * c + first * s, kept), dim=-1).to(x.dtype)
 
 
 def attention_gate(x: Tensor, gate: Tensor) -> Tensor:
@@ -53,19 +52,19 @@ def attention_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def convolution(
-    packed: Tensor, columns: Tensor, weight: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
+    packed: Tensor, columns: Tensor, taps: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal depthwise convolution and SiLU over the query, key and value heads, then l2norm of queries and keys.
 
-    `columns` names the query, key and value heads in this order, weight [C, W] has their channels in the same order.
+    `columns` names the query, key and value heads in this order, taps [W, C] has their channels in the same order.
     Returns q, k [B, T, key_heads, key_dim] and v [B, T, value_heads, value_dim], contiguous.
     """
     heads = columns.tolist()
     dims = [key_dim] * (2 * key_heads) + [value_dim] * value_heads
     mixed = torch.cat([packed[..., c : c + d] for c, d in zip(heads, dims, strict=True)], dim=-1).float()
-    width = weight.shape[1]
+    width, channels = taps.shape
     padded = functional.pad(mixed.transpose(1, 2), (width - 1, 0))
-    y = functional.silu(functional.conv1d(padded, weight.float().unsqueeze(1), groups=weight.shape[0])).transpose(1, 2)
+    y = functional.silu(functional.conv1d(padded, taps.float().t().unsqueeze(1), groups=channels)).transpose(1, 2)
     q, k, v = y.split([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], dim=-1)
     q, k = (_l2norm(t.unflatten(-1, (key_heads, key_dim))) for t in (q, k))
     return (
@@ -75,20 +74,25 @@ def convolution(
     )
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """The gated delta rule from raw gates a, b [B, T, HV], one token after the other; q and k are normalised already.
+def gates(packed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The log decay and the step of each value head, float32 [B, T, HV]; a and b name their columns.
 
-    Decay is exp(-exp(a_log) * softplus(a + dt_bias)), the step is sigmoid(b) (Yang et al., Gated Delta Networks, 2024).
+    -exp(a_log) * softplus(a + dt_bias) and sigmoid(b), after Yang et al., Gated Delta Networks, 2024.
     """
+    decay = -a_log.float().exp() * functional.softplus(packed.index_select(-1, a).float() + dt_bias.float())
+    return decay, torch.sigmoid(packed.index_select(-1, b).float())
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor) -> Tensor:
+    """The gated delta rule, one token after the other, from a log decay and a step [B, T, HV]; q and k are normalised already."""
     repeats = v.shape[2] // k.shape[2]
     query = q.float().repeat_interleave(repeats, dim=2) * q.shape[-1] ** -0.5
     key, value = k.float().repeat_interleave(repeats, dim=2), v.float()
-    decay = torch.exp(-a_log.float().exp() * functional.softplus(a.float() + dt_bias.float()))
-    step = torch.sigmoid(b.float())
+    kept, step = decay.float().exp(), step.float()
     state = value.new_zeros(*value.shape[:1], value.shape[2], key.shape[-1], value.shape[-1])
     out = torch.empty_like(value)
     for t in range(value.shape[1]):
-        state = state * decay[:, t, :, None, None]
+        state = state * kept[:, t, :, None, None]
         predicted = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
         delta = (value[:, t] - predicted) * step[:, t, :, None]
         state = state + key[:, t].unsqueeze(-1) * delta.unsqueeze(-2)

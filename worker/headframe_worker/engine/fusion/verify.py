@@ -6,7 +6,7 @@ tokens, so their scale and outliers are the model's own.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,13 +73,14 @@ class Trace:
     children: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
 
 
-def record_layer_calls(stack: nn.Module, layers: nn.ModuleList, device: torch.device) -> list[Call]:
-    """The call each layer receives when the stack reads random tokens: [B, T] without a mask or a cache."""
+def record_calls(stack: nn.Module, modules: Sequence[nn.Module], device: torch.device) -> list[Call]:
+    """The calls these modules receive, in order, when the stack reads random tokens: [B, T] without a mask or a cache."""
     calls: list[Call] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, a, k: calls.append(Call(a, dict(k))), with_kwargs=True)
-        for layer in layers
-    ]
+
+    def keep(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        calls.append(Call(args, dict(kwargs)))
+
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
     vocabulary = stack.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(vocabulary, (_SEQUENCES, _TOKENS), generator=generator).to(device)
@@ -89,6 +90,11 @@ def record_layer_calls(stack: nn.Module, layers: nn.ModuleList, device: torch.de
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def run_both(module: nn.Module, call: Call) -> Baseline:
+    """Run a plain module once as loaded and once in float32."""
+    return Baseline(call, _first(call.run(module)), _first(call.in_float32().run(copy.deepcopy(module).float())))
 
 
 def trace(layer: nn.Module, call: Call, watched: Mapping[str, nn.Module]) -> Trace:

@@ -1,0 +1,358 @@
+"""What one GPU does with a model's shape: matmul ceiling, its matmuls alone, plain Transformers, the fused forward, a naive script.
+
+    python benchmarks/gpu.py --shape hybrid-27b --layers 16 --out benchmarks/results/hybrid.json
+
+All rows come from one process, so their ratios hold on a machine whose clocks move. Weights are random: speed does not depend on
+them, and nothing is downloaded. Rates are of real tokens; padding counts as time, not as work.
+"""
+
+import argparse
+import copy
+import json
+import platform
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModel
+
+from headframe_worker.engine.fusion import apply_fusions, nothing_packed, slow_path, torch_reference
+
+SHAPES = {
+    "hybrid-27b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_value_heads": 48,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248320,
+    },
+    "dense-8b": {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "tiny": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "vocab_size": 1000,
+    },
+}
+BUDGET = 16384  # tokens a batch
+KERNELS = {
+    "matmul": r"gemm|nvjet|cutlass|xmma|splitK",
+    "attention": r"flash|fmha|attention_forward|sdpa|cudnn_generated",
+    "delta rule": r"chunk_|gdn_|recompute_w_u|beta_sigmoid|l2norm|solve_tril|merge_|kkt",
+    "our kernels": r"_(rms_norm|swiglu|rotary|attention_gate|convolution|gated_norm)_kernel",
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids [B, T] on the device, right-padded, of `tokens` real ones."""
+
+    ids: torch.Tensor
+    tokens: int
+
+
+def build(shape: str, layers: int | None) -> nn.Module:
+    values = dict(SHAPES[shape])
+    values["num_hidden_layers"] = layers or values["num_hidden_layers"]
+    config = AutoConfig.for_model(values.pop("model_type"), **values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with torch.device("cuda"):
+        return AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def chat_lengths(samples: int, seed: int) -> list[int]:
+    """Lengths like those of real chat: lognormal, 400 on average, up to 4096."""
+    draw = random.Random(seed)
+    return [min(4096, max(16, int(draw.lognormvariate(5.67, 0.8)))) for _ in range(samples)]
+
+
+def workloads(vocabulary: int, batches: int) -> dict[str, list[Batch]]:
+    """Batches of at most BUDGET padded tokens: equal lengths of 1024 and 2048, and chat lengths sorted within 20,000 samples."""
+    chat = sorted(chat_lengths(20_000, seed=0))
+    groups: list[list[int]] = [[]]
+    for length in chat:
+        if (len(groups[-1]) + 1) * length > BUDGET:
+            groups.append([])
+        groups[-1].append(length)
+    groups = random.Random(1).sample(groups, batches)
+    named = {"1024": [[1024] * 16], "2048": [[2048] * 8], "chat": groups}
+    return {
+        name: [
+            Batch(torch.randint(vocabulary, (len(group), max(group)), device="cuda"), sum(group)) for group in groups
+        ]
+        for name, groups in named.items()
+    }
+
+
+def seconds(work, repeats: int = 3) -> float:
+    """Median device time of `work`, after one run that compiles and warms."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)
+
+
+def forward_rates(stack: nn.Module, loads: dict[str, list[Batch]]) -> dict[str, float]:
+    """Real tokens per second of the stack alone, for each workload."""
+    rates = {}
+    for name, batches in loads.items():
+
+        def run(batches=batches):
+            for batch in batches:
+                stack(input_ids=batch.ids, use_cache=False)
+
+        rates[name] = sum(batch.tokens for batch in batches) / seconds(run)
+    return rates
+
+
+def ceiling() -> float:
+    """TFLOP/s of a square bf16 product of random numbers."""
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def run():
+        for _ in range(20):
+            torch.mm(a, b, out=out)
+
+    return 20 * 2 * n**3 / seconds(run) / 1e12
+
+
+class MatmulRecorder(TorchDispatchMode):
+    """The shapes and right-hand sides of every matrix product of a forward, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[int, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            left, right = args[-2:]
+            self.products.append((left.shape[0], right))
+        return func(*args, **(kwargs or {}))
+
+
+def matmul_rates(stack: nn.Module, loads: dict[str, list[Batch]]) -> tuple[dict[str, float], float]:
+    """Tokens per second if the stack were its matrix products and nothing else; and FLOPs a token of them."""
+    rates, flops = {}, 0.0
+    for name, batches in loads.items():
+        recorder = MatmulRecorder()
+        with torch.no_grad(), recorder:
+            for batch in batches:
+                stack(input_ids=batch.ids, use_cache=False)
+        products = recorder.products
+        inputs = {
+            key: torch.randn(*key, device="cuda", dtype=torch.bfloat16)
+            for key in {(m, w.shape[0]) for m, w in products}
+        }
+
+        def run(products=products, inputs=inputs):
+            for m, weight in products:
+                torch.mm(inputs[m, weight.shape[0]], weight)
+
+        rates[name] = sum(batch.tokens for batch in batches) / seconds(run)
+        padded = sum(batch.ids.numel() for batch in batches)
+        flops = sum(2.0 * m * w.shape[0] * w.shape[1] for m, w in products) / padded
+    return rates, flops
+
+
+def naive_rate(stack: nn.Module, vocabulary: int, samples: int) -> dict[str, float]:
+    """The script most people write first: one sample at a time, every layer kept, stacked, copied, saved."""
+    lengths = chat_lengths(samples, seed=1)
+    ids = [torch.randint(vocabulary, (1, length), device="cuda") for length in lengths]
+    stack(input_ids=ids[0], output_hidden_states=True)
+    torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        for i, sample in enumerate(ids):
+            states = stack(input_ids=sample, output_hidden_states=True).hidden_states
+            torch.save(torch.stack(states, dim=2)[0].cpu(), Path(folder) / f"{i}.pt")
+        elapsed = time.perf_counter() - start
+    return {"tokens_per_second": sum(lengths) / elapsed, "samples_per_second": samples / elapsed}
+
+
+def breakdown(stack: nn.Module, batch: Batch) -> dict[str, object]:
+    """Device time of one forward by kind of kernel, in milliseconds, and the share of it in which the GPU had nothing to do."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        stack(input_ids=batch.ids, use_cache=False)
+        torch.cuda.synchronize()
+    found = [
+        e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us() > 0
+    ]
+    spent: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for event in found:
+        kind = next((k for k, pattern in KERNELS.items() if re.search(pattern, event.name)), "other")
+        spent[kind] += event.time_range.elapsed_us()
+        names[event.name[:90]] += event.time_range.elapsed_us()
+    span = max(e.time_range.end for e in found) - min(e.time_range.start for e in found)
+    return {
+        "milliseconds": {kind: round(us / 1000, 2) for kind, us in spent.most_common()},
+        "idle_share": max(0.0, 1 - sum(spent.values()) / span),
+        "kernels": {name: round(us / 1000, 2) for name, us in names.most_common(25)},
+    }
+
+
+def states(stack: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _m, _a, out: kept.append(out[0] if isinstance(out, tuple) else out))
+        for layer in stack.layers
+    ]
+    stack(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    return [float((f.float() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
+
+
+def measure(shape: str, layers: int | None, batches: int, naive: int, parity: bool) -> dict[str, object]:
+    started = time.perf_counter()
+    stack = build(shape, layers)
+    result: dict[str, object] = {
+        "shape": shape,
+        "layers": stack.config.num_hidden_layers,
+        "build_seconds": time.perf_counter() - started,
+    }
+    vocabulary = stack.config.vocab_size
+    loads = workloads(vocabulary, batches)
+    padded = sum(batch.ids.numel() for batch in loads["chat"])
+    result["chat_padding"] = 1 - sum(batch.tokens for batch in loads["chat"]) / padded
+    result["ceiling_tflops"] = ceiling()
+    with torch.inference_mode():
+        if naive:
+            result["naive"] = naive_rate(stack, vocabulary, naive)
+        result["plain"] = forward_rates(stack, loads)
+        ids = torch.randint(vocabulary, (2, 500), device="cuda")
+        before = states(stack, ids) if parity else []
+    started = time.perf_counter()
+    report = apply_fusions(stack, device=torch.device("cuda"))
+    result |= {
+        "fuse_seconds": time.perf_counter() - started,
+        "applied": report.applied,
+        "skipped": report.skipped,
+        "slow": slow_path(stack),
+    }
+    with torch.inference_mode(), nothing_packed():
+        result["fused"] = forward_rates(stack, loads)
+    result["matmuls"], flops = matmul_rates(stack, loads)
+    with torch.inference_mode(), nothing_packed():
+        result["fused_again"] = forward_rates(stack, {"1024": loads["1024"]})
+        result["trace"] = breakdown(stack, loads["1024"][0])
+        if parity:
+            fused = states(stack, ids)
+            result["parity"] = compare_with_float32(stack, ids, before, fused)
+    result["flops_per_token"] = flops
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def compare_with_float32(
+    stack: nn.Module, ids: torch.Tensor, plain: list[torch.Tensor], fused: list[torch.Tensor]
+) -> dict[str, list[float]]:
+    """Relative L2 error of each layer's states against the same weights in plain float32 Transformers."""
+    with torch.device("cuda"):
+        exact = AutoModel.from_config(copy.deepcopy(stack.config), dtype=torch.float32).eval()
+    exact.load_state_dict({name: tensor.float() for name, tensor in stack.state_dict().items()})
+    with torch_reference(exact):
+        reference = states(exact, ids)
+    return {"plain": errors(plain, reference), "fused": errors(fused, reference)}
+
+
+def table(result: dict) -> str:
+    matmuls, naive, parity, trace = (result.get(key) for key in ("matmuls", "naive", "parity", "trace"))
+    limit = result["ceiling_tflops"] * 1e12 / result["flops_per_token"]
+    head = f"{result['shape']}, {result['layers']} layers: ceiling {result['ceiling_tflops']:.0f} TFLOP/s = {limit:,.0f} tokens/s"
+    lines = [head, f"{'tokens/s':<16}" + "".join(f"{load:>12}" for load in matmuls)]
+    for row in ("matmuls", "plain", "fused"):
+        lines.append(f"{row:<16}" + "".join(f"{result[row][load]:>12,.0f}" for load in matmuls))
+        lines.append(
+            f"{'  of matmuls':<16}" + "".join(f"{result[row][load] / matmuls[load]:>12.3f}" for load in matmuls)
+        )
+    if naive:
+        ratio = result["fused"]["chat"] / naive["tokens_per_second"]
+        lines.append(
+            f"naive {naive['tokens_per_second']:,.0f} tokens/s; fused on chat lengths is {ratio:.1f} times that"
+        )
+    if parity:
+        worst = max(f / p for f, p in zip(parity["fused"], parity["plain"], strict=True))
+        last = f"last layer {parity['fused'][-1]:.2e} against {parity['plain'][-1]:.2e}"
+        lines.append(f"parity: worst ratio of fused to plain error {worst:.3f}, {last}")
+    lines.append(
+        f"trace: {trace['milliseconds']}, idle {trace['idle_share']:.3f}; chat padding {result['chat_padding']:.3f}"
+    )
+    lines.append(
+        f"applied {result['applied']} in {result['fuse_seconds']:.1f} s; skipped {result['skipped']}; slow {result['slow']}"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="hybrid-27b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--batches", type=int, default=8, help="batches of the chat workload")
+    parser.add_argument("--naive", type=int, default=0, help="samples for the naive script, 0 to leave it out")
+    parser.add_argument(
+        "--parity", action="store_true", help="compare every layer with float32 (needs three times the memory)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="where the raw numbers go, as JSON")
+    options = parser.parse_args()
+    result = measure(options.shape, options.layers, options.batches, options.naive, options.parity)
+    result["machine"] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
