@@ -117,6 +117,11 @@ def workloads(vocabulary: int, batches: int) -> dict[str, list[Batch]]:
     }
 
 
+def padding(batches: list[Batch]) -> float:
+    """The share of padded tokens."""
+    return 1 - sum(batch.tokens for batch in batches) / sum(batch.ids.numel() for batch in batches)
+
+
 def seconds(work, repeats: int = 3) -> float:
     """Median device time of `work`, after one run that compiles and warms."""
     work()
@@ -249,43 +254,34 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
     return [float((f.float() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
 
 
-def measure(shape: str, layers: int | None, batches: int, naive: int, parity: bool) -> dict[str, object]:
+def measure(options: argparse.Namespace) -> dict[str, object]:
+    """Every row of one shape, in the order that keeps the plain model plain as long as it is needed."""
     started = time.perf_counter()
-    stack = build(shape, layers)
-    result: dict[str, object] = {
-        "shape": shape,
-        "layers": stack.config.num_hidden_layers,
-        "build_seconds": time.perf_counter() - started,
-    }
+    stack = build(options.shape, options.layers)
+    result: dict[str, object] = {"shape": options.shape, "layers": stack.config.num_hidden_layers}
+    result["build_seconds"] = time.perf_counter() - started
     vocabulary = stack.config.vocab_size
-    loads = workloads(vocabulary, batches)
-    padded = sum(batch.ids.numel() for batch in loads["chat"])
-    result["chat_padding"] = 1 - sum(batch.tokens for batch in loads["chat"]) / padded
+    loads = {name: batches for name, batches in workloads(vocabulary, options.batches).items() if name in options.loads}
+    result["padding"] = {name: padding(batches) for name, batches in loads.items()}
     result["ceiling_tflops"] = ceiling()
+    ids = torch.randint(vocabulary, (2, 500), device="cuda")
     with torch.inference_mode():
-        if naive:
-            result["naive"] = naive_rate(stack, vocabulary, naive)
-        result["plain"] = forward_rates(stack, loads)
-        ids = torch.randint(vocabulary, (2, 500), device="cuda")
-        before = states(stack, ids) if parity else []
+        if options.naive:
+            result["naive"] = naive_rate(stack, vocabulary, options.naive)
+        if not options.no_plain:
+            result["plain"] = forward_rates(stack, loads)
+        before = states(stack, ids) if options.parity else []
     started = time.perf_counter()
     report = apply_fusions(stack, device=torch.device("cuda"))
-    result |= {
-        "fuse_seconds": time.perf_counter() - started,
-        "applied": report.applied,
-        "skipped": report.skipped,
-        "slow": slow_path(stack),
-    }
+    result |= {"fuse_seconds": time.perf_counter() - started, "applied": report.applied, "skipped": report.skipped}
+    result["slow"] = slow_path(stack)
     with torch.inference_mode(), nothing_packed():
         result["fused"] = forward_rates(stack, loads)
-    result["matmuls"], flops = matmul_rates(stack, loads)
+    result["matmuls"], result["flops_per_token"] = matmul_rates(stack, loads)
     with torch.inference_mode(), nothing_packed():
-        result["fused_again"] = forward_rates(stack, {"1024": loads["1024"]})
-        result["trace"] = breakdown(stack, loads["1024"][0])
-        if parity:
-            fused = states(stack, ids)
-            result["parity"] = compare_with_float32(stack, ids, before, fused)
-    result["flops_per_token"] = flops
+        result["trace"] = breakdown(stack, next(iter(loads.values()))[0])
+        if options.parity:
+            result["parity"] = compare_with_float32(stack, ids, before, states(stack, ids))
     result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return result
 
@@ -308,11 +304,13 @@ def table(result: dict) -> str:
     head = f"{result['shape']}, {result['layers']} layers: ceiling {result['ceiling_tflops']:.0f} TFLOP/s = {limit:,.0f} tokens/s"
     lines = [head, f"{'tokens/s':<16}" + "".join(f"{load:>12}" for load in matmuls)]
     for row in ("matmuls", "plain", "fused"):
+        if row not in result:
+            continue
         lines.append(f"{row:<16}" + "".join(f"{result[row][load]:>12,.0f}" for load in matmuls))
         lines.append(
             f"{'  of matmuls':<16}" + "".join(f"{result[row][load] / matmuls[load]:>12.3f}" for load in matmuls)
         )
-    if naive:
+    if naive and "chat" in result["fused"]:
         ratio = result["fused"]["chat"] / naive["tokens_per_second"]
         lines.append(
             f"naive {naive['tokens_per_second']:,.0f} tokens/s; fused on chat lengths is {ratio:.1f} times that"
@@ -322,7 +320,7 @@ def table(result: dict) -> str:
         last = f"last layer {parity['fused'][-1]:.2e} against {parity['plain'][-1]:.2e}"
         lines.append(f"parity: worst ratio of fused to plain error {worst:.3f}, {last}")
     lines.append(
-        f"trace: {trace['milliseconds']}, idle {trace['idle_share']:.3f}; chat padding {result['chat_padding']:.3f}"
+        f"trace: {trace['milliseconds']}, idle {trace['idle_share']:.3f}; padding {max(result['padding'].values()):.3f}"
     )
     lines.append(
         f"applied {result['applied']} in {result['fuse_seconds']:.1f} s; skipped {result['skipped']}; slow {result['slow']}"
@@ -335,13 +333,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="hybrid-27b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--batches", type=int, default=8, help="batches of the chat workload")
+    parser.add_argument("--loads", nargs="+", choices=("1024", "2048", "chat"), default=["1024", "2048", "chat"])
+    parser.add_argument(
+        "--no-plain", action="store_true", help="leave out plain Transformers, whose kernels tune for minutes"
+    )
     parser.add_argument("--naive", type=int, default=0, help="samples for the naive script, 0 to leave it out")
     parser.add_argument(
         "--parity", action="store_true", help="compare every layer with float32 (needs three times the memory)"
     )
     parser.add_argument("--out", type=Path, required=True, help="where the raw numbers go, as JSON")
     options = parser.parse_args()
-    result = measure(options.shape, options.layers, options.batches, options.naive, options.parity)
+    result = measure(options)
     result["machine"] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

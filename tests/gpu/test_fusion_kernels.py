@@ -82,16 +82,16 @@ def test_convolution(dtype, length, key_dim, value_dim):
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     packed, taps = normal(2, length, channels + 10, dtype=dtype), normal(4, channels, dtype=dtype)
     starts = [*range(0, 2 * key_heads * key_dim, key_dim), *range(2 * key_heads * key_dim, channels, value_dim)]
-    columns = torch.tensor([10 + start for start in starts], dtype=torch.int32, device=DEVICE)
-    arguments = (packed, columns, taps, key_heads, key_dim, value_heads, value_dim)
+    heads = twins.heads_at([10 + start for start in starts], DEVICE)
+    arguments = (packed, heads, taps, key_heads, key_dim, value_heads, value_dim)
     for found, wanted in zip(kernels.convolution(*arguments), twins.convolution(*arguments), strict=True):
         close(found, wanted)
 
 
 def test_gated_norm(dtype):
     x, packed, gain = normal(2, 5, 3, 24, dtype=dtype), normal(2, 5, 100, dtype=dtype), torch.rand(24, device=DEVICE)
-    columns = torch.tensor([60, 4, 30], dtype=torch.int32, device=DEVICE)
-    close(kernels.gated_norm(x, packed, columns, gain, 1e-6), twins.gated_norm(x, packed, columns, gain, 1e-6))
+    heads = twins.heads_at([60, 4, 32], DEVICE)
+    close(kernels.gated_norm(x, packed, heads, gain, 1e-6), twins.gated_norm(x, packed, heads, gain, 1e-6))
 
 
 def test_gates(dtype):

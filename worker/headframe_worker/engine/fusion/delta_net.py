@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headframe_worker.engine.fusion.operations import Operations
 from headframe_worker.engine.fusion.packing import Projection, can_pack, pack, separate
+from headframe_worker.engine.fusion.twins import Heads, heads_at
 
 PACKED, CONVOLUTION, DELTA_RULE, GATED_NORM = "packed_delta_net", "convolution", "delta_rule", "gated_norm"
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -18,10 +19,10 @@ _NUMBERS = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 
 @dataclass(frozen=True)
 class Columns:
-    """Where each head begins in the projections' output, int32 on the device: heads of q, k and v in one list, then z, b, a."""
+    """Where the projections' output has the heads of q, k and v, the gate's heads z, and the columns of b and a (int32 [HV])."""
 
-    qkv: Tensor
-    z: Tensor
+    qkv: Heads
+    z: Heads
     b: Tensor
     a: Tensor
 
@@ -117,4 +118,5 @@ def _columns(module: Any, projection: Projection) -> Columns:
         b = [starts[1] + head * 2 * each + i for head in range(key_heads) for i in range(each)]
         a = [column + each for column in b]
     device = module.conv1d.weight.device
-    return Columns(*(torch.tensor(columns, dtype=torch.int32, device=device) for columns in (qk + v, z, b, a)))
+    gates = (torch.tensor(columns, dtype=torch.int32, device=device) for columns in (b, a))
+    return Columns(heads_at(qk + v, device), heads_at(z, device), *gates)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headframe_worker.engine.fusion.twins import L2_EPS
+from headframe_worker.engine.fusion.twins import L2_EPS, Heads
 
 _ROWS = 16  # heads a program takes at once in the per-head kernels
 _TOKENS = 32  # tokens a program takes at once in the convolution
@@ -174,17 +174,19 @@ def attention_gate(x: Tensor, gate: Tensor) -> Tensor:
 def _convolution_kernel(
     packed, columns, taps, q, k, v, length, blocks, batch_stride, token_stride, l2_eps,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    TAPS: tl.constexpr, CHANNELS: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % (2 * KEY_HEADS + VALUE_HEADS)
     tile = tl.program_id(0) // (2 * KEY_HEADS + VALUE_HEADS)
     batch, position = (tile // blocks).to(tl.int64), (tile % blocks) * TOKENS + tl.arange(0, TOKENS)
     is_key = head < 2 * KEY_HEADS
-    dim = tl.where(is_key, KEY_DIM, VALUE_DIM)
+    # Without these promises every load would be one element wide: Triton sees neither the columns nor which width is meant.
+    dim = KEY_DIM if KEY_DIM == VALUE_DIM else tl.where(is_key, KEY_DIM, VALUE_DIM)
+    start = tl.multiple_of(tl.load(columns + head), ALIGN)
     channel = tl.where(is_key, head * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM)
     cols = tl.arange(0, BLOCK)
     inside = cols < dim
-    base = packed + batch * batch_stride + tl.load(columns + head)
+    base = packed + batch * batch_stride + start
     y = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
     for tap in tl.static_range(TAPS):
         at = position + tap - (TAPS - 1)
@@ -208,7 +210,7 @@ def _convolution_kernel(
 
 
 def convolution(
-    packed: Tensor, columns: Tensor, taps: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
+    packed: Tensor, heads: Heads, taps: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, _ = packed.shape
     q = packed.new_empty(batch, length, key_heads, key_dim)
@@ -217,9 +219,9 @@ def convolution(
     blocks = triton.cdiv(length, _TOKENS)
     with _device_of(packed):
         _convolution_kernel[(batch * blocks * (2 * key_heads + value_heads),)](
-            packed, columns, taps, q, k, v, length, blocks, packed.stride(0), packed.stride(1), L2_EPS,
+            packed, heads.starts, taps, q, k, v, length, blocks, packed.stride(0), packed.stride(1), L2_EPS,
             KEY_HEADS=key_heads, KEY_DIM=key_dim, VALUE_HEADS=value_heads, VALUE_DIM=value_dim,
-            TAPS=taps.shape[0], CHANNELS=taps.shape[1],
+            TAPS=taps.shape[0], CHANNELS=taps.shape[1], ALIGN=heads.align,
             BLOCK=triton.next_power_of_2(max(key_dim, value_dim)), TOKENS=_TOKENS, num_warps=4,
         )  # fmt: skip
     return q, k, v
@@ -228,7 +230,7 @@ def convolution(
 @triton.jit
 def _gated_norm_kernel(
     x, packed, columns, gain, out, eps, rows, length, batch_stride, token_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
@@ -236,7 +238,7 @@ def _gated_norm_kernel(
     mask = alive[:, None] & (cols < DIM)[None, :]
     token, head = row // HEADS, row % HEADS
     base = packed + (token // length) * batch_stride + (token % length) * token_stride
-    base += tl.load(columns + head, mask=alive, other=0)
+    base += tl.multiple_of(tl.load(columns + head, mask=alive, other=0), ALIGN)
     place = row[:, None] * DIM + cols[None, :]
     y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(base[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -245,15 +247,15 @@ def _gated_norm_kernel(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-def gated_norm(x: Tensor, packed: Tensor, columns: Tensor, gain: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, packed: Tensor, heads: Heads, gain: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
-    batch, length, heads, dim = x.shape
+    batch, length, count, dim = x.shape
     out = torch.empty_like(x)
-    rows = batch * length * heads
+    rows = batch * length * count
     with _device_of(x):
         _gated_norm_kernel[(triton.cdiv(rows, _ROWS),)](
-            x, packed, columns, gain, out, eps, rows, length, packed.stride(0), packed.stride(1),
-            HEADS=heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), ROWS=_ROWS, num_warps=4,
+            x, packed, heads.starts, gain, out, eps, rows, length, packed.stride(0), packed.stride(1),
+            HEADS=count, DIM=dim, ALIGN=heads.align, BLOCK=triton.next_power_of_2(dim), ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -3,15 +3,32 @@
 Each function computes in float32 and rounds once, to the dtype of its first argument, as the kernels do. They are the reference of
 the kernels' tests, and they stand in for a kernel that was not asked for or did not pass its check.
 
-Shapes: B sequences of T tokens, H heads of D; `packed` is the output [B, T, P] of a merged projection, and a `columns` tensor
-[H] int32 says at which of its columns each head begins.
+Shapes: B sequences of T tokens, H heads of D; `packed` is the output [B, T, P] of a merged projection, and `Heads` says at which of
+its columns each head begins.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 L2_EPS = 1e-6  # the epsilon of Transformers' and fla's l2norm of queries and keys
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The first column of each head, int32 [H] on the device, and a power of two that divides all of them: kernels load that wide."""
+
+    starts: Tensor
+    align: int
+
+
+def heads_at(starts: Sequence[int], device: torch.device) -> Heads:
+    """Heads that begin at these columns."""
+    align = next(power for power in (16, 8, 4, 2, 1) if all(start % power == 0 for start in starts))
+    return Heads(torch.tensor(starts, dtype=torch.int32, device=device), align)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -52,16 +69,17 @@ def attention_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def convolution(
-    packed: Tensor, columns: Tensor, taps: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
+    packed: Tensor, heads: Heads, taps: Tensor, key_heads: int, key_dim: int, value_heads: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal depthwise convolution and SiLU over the query, key and value heads, then l2norm of queries and keys.
 
-    `columns` names the query, key and value heads in this order, taps [W, C] has their channels in the same order.
+    `heads` are those of query, key and value in this order, taps [W, C] has their channels in the same order.
     Returns q, k [B, T, key_heads, key_dim] and v [B, T, value_heads, value_dim], contiguous.
     """
-    heads = columns.tolist()
     dims = [key_dim] * (2 * key_heads) + [value_dim] * value_heads
-    mixed = torch.cat([packed[..., c : c + d] for c, d in zip(heads, dims, strict=True)], dim=-1).float()
+    mixed = torch.cat(
+        [packed[..., c : c + d] for c, d in zip(heads.starts.tolist(), dims, strict=True)], dim=-1
+    ).float()
     width, channels = taps.shape
     padded = functional.pad(mixed.transpose(1, 2), (width - 1, 0))
     y = functional.silu(functional.conv1d(padded, taps.float().t().unsqueeze(1), groups=channels)).transpose(1, 2)
@@ -100,9 +118,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor) -> 
     return out.to(v.dtype)
 
 
-def gated_norm(x: Tensor, packed: Tensor, columns: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [B, T, H, D] per head, times the gain [D], times silu of the gate heads that `columns` names in `packed`."""
-    z = torch.stack([packed[..., c : c + x.shape[-1]] for c in columns.tolist()], dim=2).float()
+def gated_norm(x: Tensor, packed: Tensor, heads: Heads, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [B, T, H, D] per head, times the gain [D], times silu of its gate heads in `packed`."""
+    z = torch.stack([packed[..., c : c + x.shape[-1]] for c in heads.starts.tolist()], dim=2).float()
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * gain.float()
     return (y * functional.silu(z)).to(x.dtype)
