@@ -248,5 +248,9 @@ def test_unknown_names_and_other_stacks_are_refused():
 
 def test_the_slow_path_is_named():
     stack = tiny("qwen3_5_text")
-    assert slow_path(stack) == [f"layers.{i}.linear_attn (torch_chunk_gated_delta_rule)" for i in range(3)]
+    named = [f"layers.{i}.linear_attn (torch_chunk_gated_delta_rule)" for i in range(3)]
+    assert slow_path(stack) == named
+    with torch_reference(stack), torch_reference(stack):
+        assert slow_path(stack) == named
+    assert slow_path(stack) == named
     assert slow_path(tiny("qwen3")) == []

@@ -71,7 +71,7 @@ def load_safetensors(
     *,
     device: torch.device,
     dtype: torch.dtype | None,
-    threads: int = 16,
+    threads: int = 8,
     wanted: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor on `device`) for the tensors that `wanted` accepts, file by file, in the order of their bytes.

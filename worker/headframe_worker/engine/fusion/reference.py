@@ -21,6 +21,10 @@ _SINGLE_TOKEN = ("update", "recurrent")  # decoding steps: never called in a for
 _CHEAP = ("conv1d",)  # a depthwise convolution costs a few per cent on torch, a recurrence a factor
 
 
+# What `torch_reference` has replaced at present: (module, function name) to the function that stood there.
+_replaced: dict[tuple[str, str], Any] = {}
+
+
 @dataclass(frozen=True)
 class _Choice:
     """A function of a modeling file that stands for a package's kernel or for its torch reference."""
@@ -50,14 +54,14 @@ def slow_path(stack: nn.Module) -> list[str]:
 def torch_reference(stack: nn.Module) -> Iterator[None]:
     """While the context is open, the mixers of `stack` compute with Transformers' torch reference on every device."""
     choices = {(c.module.__name__, c.name): c for m in stack.modules() for c in _choices_of(m) if c.is_kernel}
-    kept = {key: getattr(c.module, c.name) for key, c in choices.items()}
-    for c in choices.values():
-        setattr(c.module, c.name, c.torch_function)
+    for key, choice in choices.items():
+        _replaced[key] = getattr(choice.module, choice.name)
+        setattr(choice.module, choice.name, choice.torch_function)
     try:
         yield
     finally:
-        for key, c in choices.items():
-            setattr(c.module, c.name, kept[key])
+        for key, choice in choices.items():
+            setattr(choice.module, choice.name, _replaced.pop(key))
 
 
 def _choices_of(module: nn.Module) -> list[_Choice]:
@@ -69,11 +73,11 @@ def _choices_of(module: nn.Module) -> list[_Choice]:
         return []
     choices = []
     for name in forward.__code__.co_names:
-        function = getattr(home, name, None)
+        key = (home.__name__, name)
+        function = _replaced.get(key, getattr(home, name, None))
         if isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
             captured = inspect.getclosurevars(function).nonlocals
             if isinstance(torch_function := captured.get("torch_function"), FunctionType):
-                choices.append(
-                    _Choice(home, name, torch_function, captured.get("implementation") is not torch_function)
-                )
+                is_kernel = key not in _replaced and captured.get("implementation") is not torch_function
+                choices.append(_Choice(home, name, torch_function, is_kernel))
     return choices
