@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import masking_utils
 
 from headframe_api.errors import ConfigError
 from headframe_api.plan import StatesLayout
 from headframe_worker.engine.budget import TokenBudget, default_tokens, fit
 from headframe_worker.engine.capture import Capture
-from headframe_worker.engine.fusion import FusionReport, apply_fusions, slow_path, torch_reference
+from headframe_worker.engine.fusion import FusionReport, apply_fusions, nothing_packed, slow_path, torch_reference
 from headframe_worker.engine.loading import Checkpoint, load_stack
 from headframe_worker.engine.parts import FilledPart, TokenPart
 from headframe_worker.engine.pipeline import Pipeline
@@ -89,7 +88,7 @@ class Engine:
             self._open.enter_context(torch_reference(stack.model))
             fusions = FusionReport((), {})
         else:
-            self._open.enter_context(_no_search_for_packed_sequences())
+            self._open.enter_context(nothing_packed())
             fusions = apply_fusions(stack.model, device=device) if settings.fuse else FusionReport((), {})
         slow = tuple(slow_path(stack.model))
         capture = Capture(stack, layers=layout.layers, last=layout.last)
@@ -155,18 +154,3 @@ def _check_ids(samples: Sequence[NDArray[np.int32]], vocab_size: int) -> None:
             "belong together",
             reason="TokenizerMismatch",
         )
-
-
-@contextmanager
-def _no_search_for_packed_sequences() -> Iterator[None]:
-    """Spare each forward the search for packed sequences in its positions: ours are never packed, and it waits for the GPU."""
-    name = "find_packed_sequence_indices"
-    search = getattr(masking_utils, name, None)
-    if search is None:
-        yield
-        return
-    setattr(masking_utils, name, lambda *_args, **_options: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, search)

@@ -69,7 +69,7 @@ class _Progress:
 def apply_fusions(stack: nn.Module, *, device: torch.device, only: Set[str] | None = None) -> FusionReport:
     """Replace the slow parts of a loaded stack in place, each after it has passed its check on the loaded weights.
 
-    `stack` is the inner Transformers model, in eval mode, all on its device(s): its decoder layers are the one ModuleList whose length
+    `stack` is the inner Transformers model, in eval mode, all on its device(s): its decoder layers are the ModuleList whose length
     is `config.num_hidden_layers`. `device` is where token ids go. `only` names the fusions to try (keys of `FUSIONS`), None all.
 
     The fused forward serves calls without cache, packing or autograd; others take the plain one. Hooks on layers keep working, and a
@@ -88,10 +88,12 @@ def apply_fusions(stack: nn.Module, *, device: torch.device, only: Set[str] | No
         after = [child for child in stack.children() if norms.read_norm(child) is not None]
         calls = record_calls(stack, [*layers, *after], device)
         for index, module in enumerate(layers):
-            _fuse_layer(module, calls[index], f"layer {index}", progress)
-        for module, call in zip(after, calls[len(layers) :], strict=True):
-            if not is_installed(module):
-                _fuse(norms, module, norms.read_norm(module), run_both(module, call), "norm after the layers", progress)
+            if module in calls and not is_installed(module):
+                _fuse_layer(module, calls[module], f"layer {index}", progress)
+        for module in after:
+            if module in calls and not is_installed(module):
+                measured = run_both(module, calls[module])
+                _fuse(norms, module, norms.read_norm(module), measured, "norm after the layers", progress)
     return progress.report()
 
 
@@ -103,17 +105,13 @@ def remove_fusions(stack: nn.Module) -> None:
 
 def _decoder_layers(stack: nn.Module) -> nn.ModuleList:
     count = stack.config.num_hidden_layers  # type: ignore[union-attr]
-    found = [child for child in stack.children() if isinstance(child, nn.ModuleList) and len(child) == count]
-    if len(found) != 1:
-        raise ValueError(
-            f"{type(stack).__name__} has {len(found)} lists of {count} modules, not one: it is no decoder stack"
-        )
-    return found[0]
+    found = [module for module in stack.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not found:
+        raise ValueError(f"{type(stack).__name__} has no list of {count} modules: it is no decoder stack")
+    return found[0]  # the outermost: a list of experts may happen to be as long
 
 
 def _fuse_layer(module: nn.Module, call: Call, where: str, progress: _Progress) -> None:
-    if is_installed(module):
-        return
     targets = {name: (kind, inner) for name, inner in module.named_modules() for kind in _KINDS if kind.matches(inner)}
     traced = trace(module, call, {name: inner for name, (_, inner) in targets.items()})
     for name, (kind, inner) in targets.items():
@@ -129,18 +127,18 @@ def _fuse_layer(module: nn.Module, call: Call, where: str, progress: _Progress) 
 
 
 def _fuse(
-    kind: ModuleType, module: nn.Module, subject: Any, baseline: Baseline, where: str, progress: _Progress
+    kind: ModuleType, module: nn.Module, subject: Any, measured: Baseline, where: str, progress: _Progress
 ) -> None:
     """Choose the fusions of this kind on the first module of its shape, then check and install the choice on each."""
     candidates = [name for name in kind.fusions(subject) if name in progress.wanted]
     key = (kind.__name__, tuple(candidates), *((name, p.shape, p.dtype) for name, p in module.named_parameters()))
     if key not in progress.chosen:
-        progress.chosen[key] = _choose(kind, subject, candidates, baseline, where, progress)
+        progress.chosen[key] = _choose(kind, subject, candidates, measured, where, progress)
     names = progress.chosen[key]
     if not names:
         return
     fused = kind.build(subject, names, operations(names, progress.device))
-    reason = baseline.reason_against(fused)
+    reason = measured.reason_against(fused)
     if reason is None:
         install(module, fused)
         progress.applied.update(names)
@@ -150,7 +148,7 @@ def _fuse(
 
 
 def _choose(
-    kind: ModuleType, subject: Any, candidates: Sequence[str], baseline: Baseline, where: str, progress: _Progress
+    kind: ModuleType, subject: Any, candidates: Sequence[str], measured: Baseline, where: str, progress: _Progress
 ) -> frozenset[str]:
     """The candidates that pass, each tried on top of those before it."""
     chosen: frozenset[str] = frozenset()
@@ -163,7 +161,7 @@ def _choose(
             progress.refuse(name, where, f"needs {delta_net.DELTA_RULE}")
             continue
         trial = chosen | {name}
-        reason = baseline.reason_against(kind.build(subject, trial, operations(trial, progress.device)))
+        reason = measured.reason_against(kind.build(subject, trial, operations(trial, progress.device)))
         if reason is None:
             chosen = trial
         else:

@@ -73,12 +73,12 @@ class Trace:
     children: list[tuple[nn.Module, frozenset[str]]] = field(default_factory=list)
 
 
-def record_calls(stack: nn.Module, modules: Sequence[nn.Module], device: torch.device) -> list[Call]:
-    """The calls these modules receive, in order, when the stack reads random tokens: [B, T] without a mask or a cache."""
-    calls: list[Call] = []
+def record_calls(stack: nn.Module, modules: Sequence[nn.Module], device: torch.device) -> dict[nn.Module, Call]:
+    """The first call each of these modules receives, if any, when the stack reads random tokens: [B, T] without a mask or a cache."""
+    calls: dict[nn.Module, Call] = {}
 
-    def keep(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        calls.append(Call(args, dict(kwargs)))
+    def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, Call(args, dict(kwargs)))
 
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
     vocabulary = stack.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
