@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headframe_api.names import SHARD_ENVIRONMENT
+from headframe_api.names import SHARD_ENVIRONMENT, shard_prefix
 from headframe_api.progress import TerminationMessage
 from headframe_worker.cli.console import Quiet, print_note
 from headframe_worker.cli.pod_stage import Port
@@ -34,11 +34,14 @@ def command(
     from headframe_worker.engine.loading import choose_device
     from headframe_worker.extract.stage import Extractor
     from headframe_worker.job_file import load_job
+    from headframe_worker.stores.observer import tell
     from headframe_worker.stores.open import open_store
 
     def work(process: StageProcess) -> TerminationMessage:
         job = load_job(manifest)
-        output = open_store(job.spec.output.uri, job.spec.s3)
+        output = open_store(job.spec.output.uri, job.spec.s3, observer=tell(process.meter))
+        output.check_writable()  # before minutes of loading a model
+        output.clean_up(shard_prefix(shard))
         extractor = Extractor(
             job,
             read_plan(output),

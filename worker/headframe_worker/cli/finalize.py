@@ -15,6 +15,7 @@ from headframe_worker.cli.output_argument import Scratch
 from headframe_worker.cli.pod_stage import StageProcess, completed, run_stage
 from headframe_worker.job_file import load_job
 from headframe_worker.size import human_bytes
+from headframe_worker.stores.observer import tell
 from headframe_worker.stores.open import open_store
 
 
@@ -38,7 +39,7 @@ def command(
         from headframe_worker.finalize.stage import finalize
 
         manifest = load_job(job)
-        store = open_store(manifest.spec.output.uri, manifest.spec.s3)
+        store = open_store(manifest.spec.output.uri, manifest.spec.s3, observer=tell(process.meter))
         try:
             dataset = finalize(manifest, store, scratch=process.scratch, meter=process.meter, stop=process.stop.event)
         finally:
