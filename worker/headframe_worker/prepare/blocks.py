@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from headframe_api.errors import ConfigError
 from headframe_worker.prepare.samples import Columns
 from headframe_worker.prepare.sources import DataFile, DataSource
+from headframe_worker.stores.local import LocalStore
 
 MAX_ROW_BYTES = 32 << 20
 """A longer line is refused unread: no sample is so long, and reading it could take all memory."""
@@ -69,7 +70,7 @@ def _all_blocks(source: DataSource, columns: Columns, scratch: Path) -> Iterator
             with _broken_file(source, file):
                 yield from _file_blocks(file, path, columns)
         finally:
-            if path.is_relative_to(scratch):
+            if not isinstance(file.store, LocalStore):  # there it is the user's own file
                 path.unlink(missing_ok=True)
 
 
