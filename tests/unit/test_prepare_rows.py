@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from headframe_worker.prepare import blocks
 from headframe_worker.prepare.stage import Prepared, prepare
 from headframe_worker.prepare.tokens_file import read_tokens
 from headframe_worker.stores.local import LocalStore
+from testbed.s3 import S3Server
 
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 ROW = {"messages": CHAT}
@@ -374,3 +378,70 @@ def test_an_empty_file_is_a_clear_error(bench: Bench) -> None:
     (bench.folder / "rows.jsonl").write_bytes(b"\n")
     with pytest.raises(ConfigError, match="holds no rows"):
         bench.prepare(bench.folder / "rows.jsonl")
+
+
+def test_files_on_s3_by_glob_name_and_prefix(
+    bench: Bench, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3_server.new_bucket()
+    for name in ("a.jsonl", "b.parquet", "deep/c.jsonl.gz"):
+        path = bench.folder / name.replace("/", "-")
+        WRITERS[f"rows{''.join(path.suffixes)}"](path, [{"id": name, "text": "x"}])
+        s3_server.client().upload_file(str(path), bucket, f"data/{name}")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3 = {"endpoint": s3_server.endpoint, "addressing": "path"}
+    for number, (source, expected) in enumerate(
+        {
+            f"s3://{bucket}/data/*": ["a.jsonl", "b.parquet"],
+            f"s3://{bucket}/data/**/*.jsonl*": ["a.jsonl", "deep/c.jsonl.gz"],
+            f"s3://{bucket}/data/b.parquet": ["b.parquet"],
+            f"s3://{bucket}/data": ["a.jsonl", "b.parquet", "deep/c.jsonl.gz"],
+        }.items()
+    ):
+        bench.output = bench.folder / f"out{number}"
+        bench.prepare(source, s3=s3)
+        assert bench.ids() == expected
+    with pytest.raises(ConfigError) as caught:
+        bench.prepare(f"s3://{bucket}/nothing/*.jsonl", s3=s3)
+    assert caught.value.reason == "DatasetNotFound"
+
+
+OFFLINE = """
+import sys
+from headframe_api.errors import HeadframeError
+from headframe_api.spec import DatasetSpec, S3Spec
+from headframe_worker.prepare.sources import find_source
+for name, split in (("someone/chats", "train"), ("someone/chats", "dev"), ("someone/else", "train")):
+    try:
+        source = find_source(DatasetSpec(source=name, split=split), S3Spec())
+        print(source.digest, source.hub.num_rows)
+    except HeadframeError as error:
+        print(int(error.exit_code), error.reason, " ".join(error.message.split()))
+"""
+
+
+def test_a_hub_dataset_comes_from_the_cache_when_offline(bench: Bench) -> None:
+    data = tiny.write_jsonl(bench.folder / "rows.jsonl", rows_of(5))
+    cache = bench.folder / "cache"
+    datasets.load_dataset("json", data_files=str(data), cache_dir=str(cache))
+    # As a download leaves it: owner___name/configuration/version/hash.
+    (made,) = cache.glob("json/default-*/0.0.0/*/")
+    kept = cache / "someone___chats" / "default" / "0.0.0" / "0123456789abcdef0123456789abcdef01234567"
+    kept.parent.mkdir(parents=True)
+    made.rename(kept)
+    for file in kept.glob("json-train.arrow"):
+        file.rename(kept / "chats-train.arrow")
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HF_HOME": str(bench.folder)}
+    done = subprocess.run([sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, check=True)
+    found, no_split, missing = done.stdout.splitlines()
+    assert found.endswith(" 5")
+    assert no_split.startswith("78 DatasetNotFound")
+    assert missing.startswith("78 DatasetNotFound")
+
+
+def test_a_local_dataset_within_scratch_stays(bench: Bench) -> None:
+    (bench.folder / "scratch").mkdir()
+    path = tiny.write_jsonl(bench.folder / "scratch" / "rows.jsonl", rows_of(2))
+    bench.prepare(path)
+    assert path.exists()

@@ -142,6 +142,7 @@ def _digest(store: Store, files: Sequence[DataFile]) -> str:
 def _from_hub(spec: DatasetSpec) -> DataSource:
     """Through `datasets`: downloaded once, then from its cache, memory-mapped; honours HF_HOME and HF_HUB_OFFLINE."""
     import datasets  # noqa: PLC0415
+    from huggingface_hub import constants  # noqa: PLC0415
 
     datasets.disable_progress_bars()
     try:
@@ -151,9 +152,14 @@ def _from_hub(spec: DatasetSpec) -> DataSource:
             f"spec.dataset.source: {spec.source}: no such file, and not on the hub or not visible with this HF_TOKEN: {error}",
             reason="DatasetNotFound",
         ) from error
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"spec.dataset: {spec.source}: {error}", reason="DatasetNotFound") from error
-    except (ConnectionError, OSError) as error:
+    except OSError as error:
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError(
+                f"spec.dataset.source: {spec.source} is not in the local cache, and HF_HUB_OFFLINE forbids to download it",
+                reason="DatasetNotFound",
+            ) from error
         raise TemporaryError(
             f"spec.dataset.source: {spec.source} cannot be downloaded: {error}", reason="HubUnreachable"
         ) from error
