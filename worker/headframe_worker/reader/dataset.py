@@ -28,6 +28,7 @@ from headframe_worker.reader.sample import Sample, StatesDecoder
 from headframe_worker.reader.samples_index import SamplesIndex, load_samples_index
 from headframe_worker.reader.stored_part import StoredPart, read_header, read_small_tensors
 from headframe_worker.stores.base import Store
+from headframe_worker.stores.local import LocalStore
 from headframe_worker.stores.open import open_store
 
 _THREADS = 4
@@ -108,10 +109,12 @@ class StatesDataset(Dataset[Sample]):
         return self.__getitems__([item])[0]
 
     def __getitems__(self, items: Sequence[int]) -> list[Sample]:
-        """Several items at once, as DataLoader asks for a batch: neighbours in a part are read together, parts side by side."""
+        """Several items at once, as DataLoader asks for a batch: neighbours in a part are read together."""
         positions = [int(self.positions[item]) for item in items]
         runs = self._runs(sorted(set(positions), key=self._place))
-        apply = map if len(runs) == 1 else self._process().threads.map
+        opened = self._process()
+        # Threads hide the latency of a remote store; local reads are copies, which they would only slow down.
+        apply = map if len(runs) == 1 or isinstance(opened.store, LocalStore) else opened.threads.map
         read = chain.from_iterable(apply(self._read_run, runs))
         by_position = dict(zip(chain.from_iterable(runs), read, strict=True))
         return [by_position[position] for position in positions]
