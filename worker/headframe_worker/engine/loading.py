@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import gguf
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -84,7 +83,7 @@ def load_stack(
         options |= {"gguf_file": checkpoint.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     built: list[DecoderStack] = []
     try:
-        with _quiet(), one_gguf_name_map():
+        with _quiet(), one_gguf_name_map() if checkpoint.gguf_file else nullcontext():
             tensors = _on_device(files, device)
             loaded: Any = _pruned_class(model_class, last_layer, built).from_pretrained(
                 None if tensors else checkpoint.directory,
@@ -151,6 +150,8 @@ def _weight_files(directory: Path) -> list[Path]:
 @contextmanager
 def one_gguf_name_map() -> Iterator[None]:
     """Transformers makes gguf's map of tensor names anew for every submodule, which takes longer than all else: keep it."""
+    import gguf  # noqa: PLC0415  # only those who need it wait for it
+
     make = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = cache(make)
     try:

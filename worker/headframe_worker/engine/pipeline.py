@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,8 @@ class _Passing:
     """Kept alive until its copy is done; None where the states went straight into the buffer."""
     events: tuple[torch.cuda.Event, ...]
     """Start and end of the forward, start and end of the copy; none on the CPU."""
+    waits: Mapping[str, float]
+    """Seconds that the caller's thread waited, by what for, since it started the batch before."""
 
 
 class Pipeline:
@@ -117,6 +119,8 @@ class _Flow:
         self._failing = threading.Lock()
         self._stop_seen: float | None = None
         self._done_tokens, self._forward_since = 0, 0.0
+        self._waits: dict[str, float] = {}
+        self._last_computed: torch.cuda.Event | None = None
 
     def run(self, buffers: Sequence[PartBuffer]) -> None:
         for buffer in buffers:
@@ -190,13 +194,15 @@ class _Flow:
             self._forward_part(part, self._next(self._free, "waiting_write"))
 
     def _next(self, channel: Channel[T], stage: str) -> T:
-        with self._meter.timed(stage):
-            while True:
-                self._check_stop()
-                try:
-                    return channel.get(_GLANCE_SECONDS)
-                except TimeoutError:
-                    continue
+        since = time.perf_counter()
+        while True:
+            self._check_stop()
+            try:
+                item = channel.get(_GLANCE_SECONDS)
+            except TimeoutError:
+                continue
+            self._waits[stage] = self._waits.get(stage, 0.0) + time.perf_counter() - since
+            return item
 
     def _forward_part(self, part: TokenPart, buffer: PartBuffer) -> None:
         batches = deque(cut_batches(part.lengths, self._budget.tokens))
@@ -229,7 +235,8 @@ class _Flow:
             if not is_out_of_memory(error):
                 raise
             return None
-        return _Passing(part, buffer, batch, is_last, staged, events)
+        waits, self._waits = self._waits, {}
+        return _Passing(part, buffer, batch, is_last, staged, events, waits)
 
     def _start_on_cpu(
         self, ids: NDArray[np.int64], places: NDArray[np.int64] | None, target: StatesTensors
@@ -331,6 +338,7 @@ class _Flow:
             copied.synchronize()
             self._meter.add_seconds("forward", started.elapsed_time(computed) / 1e3)
             self._meter.add_seconds("copy", copying.elapsed_time(copied) / 1e3)
+        self._count_waits(passing)
         batch = passing.batch
         self._meter.batch_done(samples=batch.samples, tokens=batch.tokens, padded_tokens=batch.padded_tokens)
         if passing.is_last:
@@ -340,6 +348,18 @@ class _Flow:
                 if sample.reason == "NonFinite":
                     self._meter.count_retry("non_finite_samples")
             self._full.put((filled, passing.buffer))
+
+    def _count_waits(self, passing: _Passing) -> None:
+        """Count the caller's waits, but no more of them than the device stood still: it may have had work queued."""
+        waited = sum(passing.waits.values())
+        share = 1.0
+        if passing.events:
+            started, computed, *_ = passing.events
+            if self._last_computed is not None and waited > 0:
+                share = min(1.0, self._last_computed.elapsed_time(started) / 1e3 / waited)
+            self._last_computed = computed
+        for stage, seconds in passing.waits.items():
+            self._meter.add_seconds(stage, seconds * share)
 
     def _write_full(self) -> None:
         while True:
