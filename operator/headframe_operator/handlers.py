@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import kopf
@@ -11,14 +11,19 @@ from headframe_api.names import GROUP, JOB_LABEL, PLURAL, VERSION
 from headframe_operator.mirror import Key, Mirror, key_of_extraction
 from headframe_operator.views import ExtractionView, JobView, PodView, extraction_view, job_view, key_of, pod_view
 
-Wake = Callable[[Key], None]
 _EXTRACTIONS, _JOBS, _PODS = (GROUP, VERSION, PLURAL), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
 def register(
-    registry: kopf.OperatorRegistry, started: Callable[[Mirror], None], wake: Wake, forget: Callable[[str], None]
+    registry: kopf.OperatorRegistry,
+    *,
+    started: Callable[[Mirror], None],
+    stopped: Callable[[], Awaitable[None]],
+    wake: Callable[[Key], None],
+    forget: Callable[[str], None],
 ) -> None:
-    """Register the watches. ``started`` gets the mirror before anything is told; ``wake`` a key for every event."""
+    """Register the watches. ``started`` gets the mirror before anything is told, ``stopped`` is awaited at the end;
+    every event wakes its key, and the uid of what was deleted is forgotten."""
 
     @kopf.on.startup(registry=registry)  # type: ignore[arg-type]  # kopf passes indexes by name
     async def start(*, settings: kopf.OperatorSettings, extractions: Any, jobs: Any, pods: Any, **_: Any) -> None:
@@ -31,6 +36,10 @@ def register(
         settings.watching.label_selectors["batch", "v1", "jobs"] = JOB_LABEL
         settings.watching.label_selectors["", "v1", "pods"] = JOB_LABEL
         started(Mirror(extractions, jobs, pods))
+
+    @kopf.on.cleanup(registry=registry)  # kopf waits for tasks that are left, as if they hung
+    async def stop(**_: Any) -> None:
+        await stopped()
 
     @kopf.index(*_EXTRACTIONS, id="extractions", registry=registry)
     def extractions(body: kopf.Body, **_: Any) -> dict[Key, ExtractionView]:

@@ -32,8 +32,8 @@ def configure_logs(settings: Settings) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if settings.log_format == "json" else _Text())
     logging.basicConfig(handlers=[handler], level=settings.log_level, force=True)
-    logging.getLogger("kopf").setLevel(logging.WARNING)
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    if settings.log_level != "DEBUG":
+        logging.getLogger("kopf").setLevel(logging.WARNING)
 
 
 def _time(record: logging.LogRecord) -> str:

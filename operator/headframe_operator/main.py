@@ -44,25 +44,20 @@ class Operator:
         self._queue: WorkQueue | None = None
         self._collector: JobsCollector | None = None
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Watch and act until ``stop`` is set, or until the watches fail."""
+    async def run(self) -> None:
+        """Watch and act until SIGTERM or SIGINT, which kopf takes while it runs, or until the watches fail."""
         registry = kopf.OperatorRegistry()
         kopf.on.login(registry=registry)(kopf.login_via_client)
-        register(registry, self._start, self._wake, self._forget)
+        register(registry, started=self._start, stopped=self._stop, wake=self._wake, forget=self._forget)
         try:
             await kopf.operator(
                 registry=registry,
                 standalone=True,
                 clusterwide=not self._settings.namespaces,
                 namespaces=self._settings.namespaces,
-                stop_flag=stop,
             )
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._queue is not None:
-                await self._queue.stop()
+            await self._stop()
             if self._collector is not None:
                 REGISTRY.unregister(self._collector)
 
@@ -90,6 +85,13 @@ class Operator:
             asyncio.create_task(self._audit.run(), name="audit"),
         ]
 
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._queue is not None:
+            await self._queue.stop()
+
     def _wake(self, key: Key) -> None:
         if self._queue is not None:
             self._queue.add(key)
@@ -101,9 +103,6 @@ class Operator:
 
 async def run(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. While the CRD is missing it waits; when it comes, the watches start anew."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     current: list[Operator] = []
     async with (
         connect() as api,
@@ -114,29 +113,35 @@ async def run(settings: Settings) -> None:
             unready=lambda: current[-1].unready() if current else f"the CRD {PLURAL}.{GROUP} is not installed",
         ),
     ):
-        while not stop.is_set():
-            await _wait_for_crd(api, settings, stop)
-            if stop.is_set():
-                return
+        while await _crd_comes(api, settings):
             _log.info("watches %s", ", ".join(settings.namespaces) or "all namespaces")
             current.append(Operator(api, session, settings))
             try:
-                await current[-1].run(stop)
+                await current[-1].run()
             except Exception:
                 if await _crd_is_served(api, settings):
                     raise
                 _log.warning("the CRD %s.%s went away", PLURAL, GROUP)
-            current.clear()
+            else:
+                return
+            finally:
+                current.clear()
 
 
-async def _wait_for_crd(api: ApiServer, settings: Settings, stop: asyncio.Event) -> None:
-    told = False
-    while not stop.is_set() and not await _crd_is_served(api, settings):
+async def _crd_comes(api: ApiServer, settings: Settings) -> bool:
+    """Wait until the CRD is served; false where the process is told to stop meanwhile."""
+    stop, told = asyncio.Event(), False
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    while not stop.is_set():
+        if await _crd_is_served(api, settings):
+            return True
         if not told:
             _log.warning("waits for the CRD %s.%s: install crds/ or the chart", PLURAL, GROUP)
             told = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _WAIT_FOR_CRD_SECONDS)
+    return False
 
 
 async def _crd_is_served(api: ApiServer, settings: Settings) -> bool:
