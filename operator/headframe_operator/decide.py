@@ -30,7 +30,9 @@ from headframe_operator.views import JobView
 from headframe_operator.worker_defaults import with_worker_defaults
 
 _WAIT_FOR_DELETION_SECONDS = 2.0
-_WAIT_FOR_OBSTACLE_SECONDS = 3.0
+_LOOK_SOON_SECONDS = 3.0
+_LOOK_LATER_SECONDS = 6.0
+_YOUNG_SECONDS = 60.0
 _RETRY_REFUSED_SECONDS = 15.0
 _WAIT_FOR_POD_SECONDS = 1.0
 
@@ -167,8 +169,10 @@ def _with_status(situation: Situation, action: Decision, now: datetime) -> Decis
     """The action with the status and the notes that go with it, and the time of the next look."""
     status = status_of(situation, now)
     waits = [action.requeue_seconds, seconds_to_next_deadline(situation.snapshot, situation.spec, now)]
-    if situation.obstacles and not situation.ended:
-        waits.append(_WAIT_FOR_OBSTACLE_SECONDS)
+    if not situation.ended and not situation.suspended and (situation.obstacles or situation.pods_missing):
+        # What keeps pods from starting is told by Events, which are not watched but looked up.
+        young = seconds_between(situation.snapshot.extraction.created, now) < _YOUNG_SECONDS
+        waits.append(_LOOK_SOON_SECONDS if young else _LOOK_LATER_SECONDS)
     if situation.ended and situation.spec is not None:
         ttl = situation.spec.ttl_seconds_after_finished
         waits = [None if ttl is None else float(ttl)]

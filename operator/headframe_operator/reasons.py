@@ -61,16 +61,20 @@ class Stage:
     @property
     def wanted(self) -> int:
         """Pods that the Job should have now."""
-        job = self.job
-        if job is None or job.suspended or job.finished or job.deleting:
-            return 0
-        left = job.completions - job.succeeded - index_lists.count(job.failed_indexes)
-        return min(job.parallelism, max(left, 0))
+        return 0 if self.job is None else wanted_pods(self.job)
 
     def warnings(self, uid: str, reasons: set[str]) -> list[WarningView]:
         """Warnings about one object, the newest first."""
         found = [w for w in self.snapshot.warnings if w.about_uid == uid and w.reason in reasons]
         return sorted(found, key=lambda warning: warning.seen, reverse=True)
+
+
+def wanted_pods(job: JobView) -> int:
+    """Pods that a Job should have now."""
+    if job.suspended or job.finished or job.deleting:
+        return 0
+    left = job.completions - job.succeeded - index_lists.count(job.failed_indexes)
+    return min(job.parallelism, max(left, 0))
 
 
 def obstacles(snapshot: Snapshot, stage: str, now: datetime, gpu_resource: str) -> list[Obstacle]:

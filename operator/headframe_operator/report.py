@@ -20,7 +20,7 @@ from headframe_operator import index_lists
 from headframe_operator.deadlines import worker_has_run
 from headframe_operator.decision import Note
 from headframe_operator.outcomes import Failure, output_of, prepare_quarantined
-from headframe_operator.reasons import Obstacle
+from headframe_operator.reasons import Obstacle, wanted_pods
 from headframe_operator.snapshot import Snapshot
 from headframe_operator.times import to_text
 from headframe_operator.totals import done_so_far
@@ -62,6 +62,11 @@ class Situation:
     def running(self) -> int:
         """Pods of the stage whose container runs."""
         return sum(pod.running for pod in self.snapshot.pods_of(self.stage))
+
+    @property
+    def pods_missing(self) -> bool:
+        """Whether fewer pods run than the stage should have now."""
+        return self.stage not in self.snapshot.jobs or self.running < wanted_pods(self.snapshot.jobs[self.stage])
 
 
 def status_of(s: Situation, now: datetime) -> ExtractionJobStatus:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from headframe_api.errors import ConfigError
 from headframe_operator import index_lists
 from headframe_operator.child_names import child_name, job_label
 from headframe_operator.rates import RateWindow
-from headframe_operator.settings import read_settings
+from headframe_operator.settings import Settings, read_settings
 from headframe_operator.totals import Totals
 from headframe_operator.work_queue import WorkQueue
 
@@ -143,3 +144,11 @@ def test_the_queue_tries_again_what_failed_and_keeps_the_others_going() -> None:
 
     asyncio.run(scenario())
     assert looks[:2] == ["bad", "good"]
+
+
+def test_every_setting_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/operator.md").read_text()
+    for name, field in Settings.model_fields.items():
+        assert f"`HEADFRAME_OPERATOR_{name.upper()}`" in page
+        assert field.description is not None
+        assert field.description in page
