@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,9 +24,11 @@ from headframe_api.spec import S3Spec
 from headframe_worker.checksum import crc64, digest_text
 from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.observer import StoreObserver
+from headframe_worker.stores.s3.body import Buffers
 from headframe_worker.stores.s3.retry import RetryPolicy
 from headframe_worker.stores.s3.store import S3Store, S3Tuning
-from headframe_worker.stores.s3.write import part_bytes_for
+from headframe_worker.stores.s3.write import Capabilities, Write, part_bytes_for
+from testbed.certificates import CertificateAuthority
 from testbed.faulty_proxy import FaultyProxy, operation
 from testbed.process import wait_until
 from testbed.s3 import S3Server
@@ -595,6 +599,79 @@ def test_no_error_and_no_log_line_holds_a_secret(
     assert len(texts) == 4
     text = "\n".join([*texts, caplog.text, repr(proxied), repr(vars(proxied))])
     assert not [secret for secret in secrets_known if secret in text]
+
+
+# A server of one's own
+
+
+def test_tls_needs_the_authority_and_then_signs_no_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = CertificateAuthority(tmp_path / "pki")
+    with S3Server(tmp_path / "s3", authority=authority) as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+        uri, spec = f"s3://{server.new_bucket()}/out", S3Spec(endpoint=server.endpoint)
+        with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE, or by spec\.s3\.caSecret") as caught:
+            S3Store(uri, spec, tuning=TUNING).check_writable()
+        assert caught.value.reason == "UntrustedCertificate"
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none"))
+        with pytest.raises(ConfigError, match="no such file"):
+            S3Store(uri, spec, tuning=TUNING).check_writable()
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.certificate))
+        store = S3Store(uri, spec, tuning=TUNING)
+        hashes: set[str] = set()
+        store._here().requests.connection.client.meta.events.register(
+            "before-send.s3.UploadPart",
+            lambda request, **_: hashes.add(_text(request.headers["X-Amz-Content-SHA256"])),
+        )
+        assert store.write("k", [LARGE], exclusive=True).digest == digest(LARGE)
+        assert hashes == {"UNSIGNED-PAYLOAD"}
+        assert store.fetch("k", tmp_path).read_bytes() == LARGE
+        store.close()
+
+
+def _text(header: str | bytes) -> str:
+    return header.decode() if isinstance(header, bytes) else header
+
+
+@pytest.mark.parametrize(
+    ("addressing", "endpoint", "url"),
+    [
+        ("auto", "http://store.example:9000", "http://store.example:9000/bucket/out/k"),
+        ("virtual", "http://store.example:9000", "http://bucket.store.example:9000/out/k"),
+        ("auto", None, "https://bucket.s3.amazonaws.com/out/k"),
+        ("path", None, "https://s3.eu-central-1.amazonaws.com/bucket/out/k"),
+    ],
+)
+def test_addressing_names_the_bucket_where_it_should(
+    monkeypatch: pytest.MonkeyPatch, addressing: Any, endpoint: str | None, url: str
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    spec = S3Spec(endpoint=endpoint, region="eu-central-1", addressing=addressing)
+    client = S3Store("s3://bucket/out", spec)._here().requests.connection.client
+    presigned = client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "out/k"})
+    assert presigned.partition("?")[0] == url
+
+
+def test_encryption_and_storage_class_go_with_every_object(s3_server: S3Server, uri: str) -> None:
+    seen: list[dict[str, str]] = []
+    spec = S3Spec(endpoint=s3_server.endpoint, encryption="aws:kms", kms_key_id="key-1", storage_class="STANDARD")
+    store = S3Store(uri, spec, tuning=TUNING)
+    events = store._here().requests.connection.client.meta.events
+    for name in ("PutObject", "CreateMultipartUpload"):
+        events.register(f"before-send.s3.{name}", lambda request, **_: seen.append(dict(request.headers)))
+    with contextlib.suppress(ConfigError):  # this server knows no KMS
+        store.check_writable()
+    with contextlib.suppress(ConfigError):
+        store._here().uploader.multipart(
+            Write("k", "k", Capabilities(conditional_writes=True, crc64nvme=True), conditional=False), Buffers([SMALL])
+        )
+    assert len(seen) >= 2
+    for headers in seen:
+        lower = {name.lower(): _text(value) for name, value in headers.items()}
+        assert lower["x-amz-server-side-encryption"] == "aws:kms"
+        assert lower["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+        assert lower["x-amz-storage-class"] == "STANDARD"
 
 
 # Bounds
