@@ -1,0 +1,44 @@
+"""What interrupted writes leave in the bucket is taken back."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from s3_content import LARGE, TUNING, uploads
+
+from headframe_api.errors import ConfigError, TemporaryError
+from headframe_api.spec import S3Spec
+from headframe_worker.stores.s3.store import S3Store
+from testbed.faulty_proxy import FaultyProxy
+from testbed.process import wait_until
+from testbed.s3 import S3Server
+
+
+def test_an_upload_that_fails_or_is_closed_is_aborted(
+    proxied: S3Store, proxy: FaultyProxy, s3_server: S3Server, uri: str
+) -> None:
+    proxy.inject(lambda r: "partNumber=2" in r.path, answer=(403, "AccessDenied"))
+    with pytest.raises(ConfigError, match="UploadPart was refused"):
+        proxied.write("k", [LARGE], exclusive=True)
+    assert uploads(s3_server, uri) == []
+    proxy.inject(lambda r: "partNumber=2" in r.path, times=10**6, answer=(503, "SlowDown"))
+    with ThreadPoolExecutor(1) as pool:
+        write = pool.submit(proxied.write, "k", [LARGE], exclusive=True)
+        wait_until(lambda: uploads(s3_server, uri))
+        proxied.close()
+        assert isinstance(write.exception(30), TemporaryError)
+    assert uploads(s3_server, uri) == []
+
+
+def test_old_uploads_under_the_prefix_are_cleaned_up(s3_server: S3Server, uri: str) -> None:
+    bucket, client = uri.split("/")[2], s3_server.client()
+    for key in ("some/output/states/a", "some/output/states/b", "some/output/tokens/c", "elsewhere/d"):
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+    spec = S3Spec(endpoint=s3_server.endpoint)
+    assert S3Store(uri, spec, tuning=TUNING).clean_up() == 0
+    store = S3Store(uri, spec, tuning=replace(TUNING, abandoned_after_seconds=-5))
+    assert store.clean_up("states/") == 2
+    assert sorted(uploads(s3_server, uri)) == ["elsewhere/d", "some/output/tokens/c"]
+    assert store.clean_up() == 1
