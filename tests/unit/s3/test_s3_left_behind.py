@@ -42,3 +42,17 @@ def test_old_uploads_under_the_prefix_are_cleaned_up(s3_server: S3Server, uri: s
     assert store.clean_up("states/") == 2
     assert sorted(uploads(s3_server, uri)) == ["elsewhere/d", "some/output/tokens/c"]
     assert store.clean_up() == 1
+
+
+def test_probes_of_killed_processes_are_hidden_and_cleaned_up_once_they_are_old(
+    s3_server: S3Server, store: S3Store, uri: str
+) -> None:
+    bucket, client = uri.split("/")[2], s3_server.client()
+    for key in ("some/output/.headframe-probe-1", "some/output/states/k", "elsewhere/.headframe-probe-2"):
+        client.put_object(Bucket=bucket, Key=key, Body=b"x")
+    assert [info.key for info in store.list()] == ["states/k"]
+    assert store.clean_up("states/") == 0
+    old = S3Store(uri, S3Spec(endpoint=s3_server.endpoint), tuning=replace(TUNING, abandoned_after_seconds=-5))
+    assert old.clean_up("states/") == 1
+    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket)["Contents"]]
+    assert keys == ["elsewhere/.headframe-probe-2", "some/output/states/k"]

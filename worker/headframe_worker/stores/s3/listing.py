@@ -32,6 +32,18 @@ def list_objects(requests: Requests, prefix: str, *, skip: int) -> Iterator[Obje
         resume = {"ContinuationToken": page["NextContinuationToken"]}
 
 
+def list_abandoned_probes(requests: Requests, prefix: str, *, older_than_seconds: float) -> list[str]:
+    """Keys of the hidden objects directly below prefix (empty, or with a final slash) that were written so long ago."""
+    ask = partial(_ask_for_objects, bucket=requests.bucket, prefix=prefix + HIDDEN_PREFIX, resume={})
+    page = requests.call("ListObjectsV2", f"s3://{requests.bucket}/{prefix}", ask)
+    now = _server_time(page)
+    return [
+        entry["Key"]
+        for entry in page.get("Contents", ())
+        if now - entry["LastModified"] > timedelta(seconds=older_than_seconds)
+    ]
+
+
 def list_abandoned_uploads(requests: Requests, prefix: str, *, older_than_seconds: float) -> list[tuple[str, str]]:
     """(key, upload id) of the multipart uploads under prefix that began so long ago, by the server's own clock."""
     found: list[tuple[str, str]] = []
@@ -39,8 +51,7 @@ def list_abandoned_uploads(requests: Requests, prefix: str, *, older_than_second
     while True:
         ask = partial(_ask_for_uploads, bucket=requests.bucket, prefix=prefix, resume=resume)
         page = requests.call("ListMultipartUploads", f"s3://{requests.bucket}/{prefix}", ask)
-        date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
-        now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+        now = _server_time(page)
         found += [
             (upload["Key"], upload["UploadId"])
             for upload in page.get("Uploads", ())
@@ -50,6 +61,12 @@ def list_abandoned_uploads(requests: Requests, prefix: str, *, older_than_second
             return found
         markers = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
         resume = {name: value for name, value in markers.items() if value}
+
+
+def _server_time(page: Any) -> datetime:
+    """By the server's clock, as ages are."""
+    date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date) if date else datetime.now(UTC)
 
 
 def _ask_for_objects(

@@ -20,7 +20,7 @@ from headframe_worker.stores.s3.body import Buffers
 from headframe_worker.stores.s3.client import Connection
 from headframe_worker.stores.s3.delete import delete_objects
 from headframe_worker.stores.s3.download import fetch_object, read_into, read_object, read_range
-from headframe_worker.stores.s3.listing import list_abandoned_uploads, list_objects
+from headframe_worker.stores.s3.listing import list_abandoned_probes, list_abandoned_uploads, list_objects
 from headframe_worker.stores.s3.probe import probe
 from headframe_worker.stores.s3.retry import Requests, RetryPolicy
 from headframe_worker.stores.s3.upload import Uploader
@@ -112,12 +112,13 @@ class S3Store:
         """See Store. Without permission to list or abort uploads this says so in the log, and removes nothing."""
         here, removed = self._here(), 0
         top = f"{self._prefix}/" if self._prefix else ""
+        age = self._tuning.abandoned_after_seconds
         try:
-            found = list_abandoned_uploads(
-                here.requests, top + prefix, older_than_seconds=self._tuning.abandoned_after_seconds
-            )
-            for key, upload_id in found:
+            for key, upload_id in list_abandoned_uploads(here.requests, top + prefix, older_than_seconds=age):
                 removed += here.uploader.abandon(key, upload_id)
+            if probes := list_abandoned_probes(here.requests, top, older_than_seconds=age):
+                delete_objects(here.requests, probes)
+                removed += len(probes)
         except ConfigError as error:
             logger.warning("interrupted uploads are not cleaned up: %s", error.message)
         return removed
