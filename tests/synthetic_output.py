@@ -33,7 +33,7 @@ from headframe_api.plan import LengthPercentiles, ModelIdentity, Plan, ShardPlan
 from headframe_api.spec import StateDtype
 from headframe_worker.format.cut import PartPlan, shard_parts
 from headframe_worker.format.part import PartArrays, decode_header, encode_part, header_bytes
-from headframe_worker.prepare.tokens_file import tokens_writer
+from headframe_worker.prepare.tokens_file import directory_files, tokens_writer
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.local import LocalStore
 
@@ -105,9 +105,12 @@ def write_extracted(
     model_source: str = "made/up",
     vocabulary: int = 1000,
     states_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    tokens: list[NDArray[np.int64]] | None = None,
 ) -> SyntheticOutput:
-    """Write everything that prepare and extract write; `states_of` computes [T, S, H] from tokens, else they are random."""
+    """Write everything that prepare and extract write; `states_of` computes [T, S, H] from tokens, else both are random."""
     random = np.random.default_rng(seed)
+    if tokens is not None:
+        lengths = list(map(len, tokens))
     lengths = lengths or [int(length) for length in random.integers(1, 40, 60)]
     output = SyntheticOutput(
         store,
@@ -125,7 +128,7 @@ def write_extracted(
             model or MADE_UP.model_copy(update={"hidden_size": hidden_size}),
             part_target_bytes,
         ),
-        [random.integers(0, vocabulary, length) for length in lengths],
+        tokens or [random.integers(0, vocabulary, length) for length in lengths],
         [(np.arange(length) >= length // 2).astype(np.int64) for length in lengths],
         [],
         {REFUSED_ROW} if refuse and len(lengths) > REFUSED_ROW else set(),
@@ -139,6 +142,8 @@ def write_extracted(
         output.states = [states_of(torch.from_numpy(tokens)) for tokens in output.tokens]
     store.write(PLAN_KEY, [memoryview(output.plan.to_json())])
     store.write(JOB_KEY, [memoryview(output.job.model_dump_json(by_alias=True).encode())])
+    for key, data in directory_files(len(output.plan.shards), output.plan.digest).items():
+        store.write(key, [memoryview(data)])
     for shard in output.plan.shards:
         _write_tokens(output, shard)
         write_shard(output, shard)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -105,6 +106,18 @@ def locate_model(spec: ModelSpec, s3: S3Spec, *, scratch: Path, weights: bool) -
         f"spec.model.source: {spec.source}: no such file or directory; name a hub id, a directory, a .gguf file or s3://bucket/prefix",
         reason="ModelNotFound",
     )
+
+
+def fetch_weights(spec: ModelSpec, s3: S3Spec, files: ModelFiles, pattern: str) -> list[Path]:
+    """Bring only the files of weights whose names match a glob beside the others of a located model; where they are, by name."""
+    if is_hub_id(spec.source) and not Path(spec.source).expanduser().is_dir():
+        _snapshot(spec.model_copy(update={"revision": files.revision}), [pattern])
+    elif spec.source.startswith("s3://"):
+        store = open_store(spec.source, s3)
+        for info in store.list():
+            if "/" not in info.key and fnmatchcase(info.key, pattern):
+                _bring(store, info, files.directory)
+    return sorted(files.directory.glob(pattern))
 
 
 def _from_hub(spec: ModelSpec, *, weights: bool) -> ModelFiles:

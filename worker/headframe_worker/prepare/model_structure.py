@@ -30,6 +30,16 @@ class ModelSize:
     """Those that one token goes through: of a mixture's experts only the chosen ones."""
 
 
+@dataclass(frozen=True)
+class FinalNorm:
+    """The norm after the decoder layers, in a model without weights."""
+
+    layers_name: str
+    """Of the list of decoder layers, as the model names its modules."""
+    name: str
+    norm: nn.Module
+
+
 def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, ModelSize]:
     """Build the model on the meta device and read off what the plan states of it.
 
@@ -42,9 +52,9 @@ def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, M
             f"spec.model.source: {spec.source} is an encoder-decoder ({whole.model_type}); only decoder-only models are read",
             reason="ModelNotSupported",
         )
-    model = _on_meta(config, files)
+    model = build_on_meta(config, files)
     layers = int(config.num_hidden_layers)
-    norm = _final_norm(model, layers, int(config.hidden_size))
+    norm = find_final_norm(model, layers, int(config.hidden_size)).norm
     identity = ModelIdentity(
         source=spec.source,
         revision=files.revision,
@@ -62,7 +72,8 @@ def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, M
     return identity, _size(model, config)
 
 
-def _on_meta(config: Any, files: ModelFiles) -> nn.Module:
+def build_on_meta(config: Any, files: ModelFiles) -> nn.Module:
+    """The text model without its head and its weights. Raises ConfigError where its class refuses the configuration."""
     from transformers import AutoModel  # noqa: PLC0415
 
     try:
@@ -93,17 +104,15 @@ def _context_length(config: Any) -> int | None:
     return None
 
 
-def _final_norm(model: nn.Module, layers: int, hidden_size: int) -> nn.Module:
+def find_final_norm(model: nn.Module, layers: int, hidden_size: int) -> FinalNorm:
     """The norm beside the stack of decoder layers: of the stack's siblings the last one that is shaped like a norm over H."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
-            parent = model.get_submodule(name.rpartition(".")[0])
-            children = list(parent.named_children())
-            after = [child for _, child in children[[child is module for _, child in children].index(True) + 1 :]]
-            before = [child for _, child in children if child is not module and child not in after]
-            norms = [child for child in (*before, *after) if _is_norm(child, hidden_size)]
+            parent = name.rpartition(".")[0]
+            children = list(model.get_submodule(parent).named_children())
+            norms = [child for child in children if _is_norm(child[1], hidden_size)]
             if norms:
-                return norms[-1]
+                return FinalNorm(name, f"{parent}.{norms[-1][0]}".lstrip("."), norms[-1][1])
     raise ConfigError(
         f"spec.model.source: no final norm beside a stack of {layers} decoder layers in {type(model).__name__}: "
         "this is not a decoder-only model that Headframe knows how to read",

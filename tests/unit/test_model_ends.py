@@ -1,0 +1,138 @@
+"""The final norm and head, loaded alone, make of the last layer's output exactly what the whole model makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from smollm2_output import DFLASH, LAYERS, identity, smollm2, states_of, write_smollm2
+from tiny_models import VOCABULARY, save
+
+from headframe_api.errors import ConfigError
+from headframe_api.plan import ModelIdentity
+from headframe_api.spec import ModelSpec, S3Spec
+from headframe_worker.engine.structure import find_stack
+from headframe_worker.model_ends.checkpoint import ModelAccess
+from headframe_worker.model_ends.ends import load_ends
+from headframe_worker.model_ends.head_check import HeadCheck, head_check
+from headframe_worker.model_source import locate_model
+from headframe_worker.prepare.model_structure import describe_model
+from headframe_worker.reader import StatesDataset
+
+
+def described(directory: Path) -> ModelIdentity:
+    spec = ModelSpec(source=str(directory), dtype="float32", gpus=0)
+    return describe_model(locate_model(spec, S3Spec(), scratch=directory, weights=False), spec)[0]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "lfm2",
+        "granite",
+        "cohere2",
+    ],
+)
+def test_norm_and_head_are_the_models_own(family: str, tmp_path: Path) -> None:
+    model = save(family, tmp_path)
+    last: list[torch.Tensor] = []
+    layer = find_stack(model).layers[-1]
+    layer.register_forward_hook(lambda _m, _i, output: last.append(output[0] if isinstance(output, tuple) else output))
+    with torch.inference_mode():
+        logits = model(torch.randint(3, VOCABULARY, (1, 20)), use_cache=False).logits
+    ends = load_ends(described(tmp_path), ModelAccess(), head=True)
+    assert ends.head is not None
+    torch.testing.assert_close(ends.head.logits(ends.normed(last[0])), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_norm_of_a_hybrid_is_its_own(tmp_path: Path) -> None:
+    """Without a GPU the model does not run here, and its gain of 1 + w is what trainers got wrong."""
+    model = save("qwen3_5_text", tmp_path)
+    states = torch.randn(7, model.config.hidden_size)
+    ends = load_ends(described(tmp_path), ModelAccess(), head=False)
+    assert described(tmp_path).norm_gain == "1+weight"
+    with torch.inference_mode():
+        assert torch.equal(ends.normed(states), model.get_submodule("model.norm")(states))
+
+
+def test_a_sharded_checkpoint_of_a_larger_model_is_read_by_its_index(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "whole")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    ends = load_ends(described(tmp_path / "sharded"), ModelAccess(), head=False)
+    assert torch.equal(ends.norm.get_parameter("weight"), model.get_parameter("model.norm.weight"))
+
+
+def test_a_gguf_model_is_read_too() -> None:
+    ends = load_ends(identity(), ModelAccess(), head=True)
+    assert torch.equal(ends.norm.get_parameter("weight"), smollm2().model.norm.weight)
+    assert ends.head is not None
+    assert torch.equal(ends.head.weight, smollm2().get_output_embeddings().weight)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path / "one")
+    save("llama", tmp_path / "two", seed=1)
+    with pytest.raises(ConfigError, match="not the model that the states came from"):
+        load_ends(described(tmp_path / "one"), ModelAccess(source=str(tmp_path / "two")), head=False)
+
+
+def checked(directory: Path) -> HeadCheck:
+    dataset = StatesDataset(directory)
+    return head_check(dataset, load_ends(dataset.manifest.model, ModelAccess(), head=True))
+
+
+def test_right_states_predict_the_text(tmp_path: Path) -> None:
+    check = checked(write_smollm2(tmp_path, samples=10, max_length=96).directory)
+    assert check.faults == []
+    assert check.loss < 0.8 * check.frequency_loss
+    assert check.correct > 0.3
+    assert check.temperature in (1.0, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("last_from", "options", "message"),
+    [
+        (lambda tokens: states_of((LAYERS - 2,))(tokens)[:, 0], {}, "another layer"),
+        (lambda tokens: states_of((LAYERS - 1,))(tokens)[:, 0].roll(1, 0), {}, "another token"),
+        (
+            lambda tokens: smollm2().model.norm(states_of((LAYERS - 1,))(tokens)[:, 0]),
+            {},
+            "a state after the final norm",
+        ),
+        (None, {"last": "postNorm"}, "a state before the final norm"),
+    ],
+    ids=["one layer early", "one token late", "normed already", "not normed"],
+)
+def test_a_mistaken_convention_is_told(
+    tmp_path: Path, last_from: Callable[[torch.Tensor], torch.Tensor] | None, options: dict[str, str], message: str
+) -> None:
+    with torch.inference_mode():
+        output = write_smollm2(
+            tmp_path, samples=10, max_length=96, last_from=last_from, last=options.get("last", "preNorm")
+        )
+    faults = checked(output.directory).faults
+    assert any(message in fault.problem for fault in faults), faults
+
+
+def test_a_wrong_gain_is_told(tmp_path: Path) -> None:
+    """The plan says 1 + w of a GGUF whose norm is w: the norm that is loaded is then another."""
+    dataset = StatesDataset(write_smollm2(tmp_path, samples=10, max_length=96).directory)
+    ends = load_ends(dataset.manifest.model, ModelAccess(), head=True)
+    ends.norm.get_parameter("weight").data += 1
+    faults = head_check(dataset, ends).faults
+    assert faults
+
+
+def test_layers_of_the_example_are_the_preset() -> None:
+    from headframe_api.layers import preset_layers
+
+    assert preset_layers("dflash", LAYERS) == DFLASH

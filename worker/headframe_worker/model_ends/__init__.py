@@ -1,0 +1,1 @@
+"""What follows the decoder stack, the final norm and the language head: loaded alone, from the model's files."""
