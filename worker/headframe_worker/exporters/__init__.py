@@ -1,0 +1,1 @@
+"""A dataset of hidden states as the files that a trainer reads: one file a trainer."""
