@@ -14,6 +14,7 @@ from headframe_api.errors import HeadframeError
 from headframe_api.manifests import DatasetManifest
 from headframe_api.names import JOB_KEY
 from headframe_worker.cli.console import Json, out, print_note
+from headframe_worker.cli.export import Trainer
 from headframe_worker.cli.output_argument import Output, open_output
 from headframe_worker.size import human_bytes
 
@@ -26,11 +27,18 @@ def command(
     row: Annotated[
         int | None, typer.Option(min=0, help="Show this row's tokens, mask and norms.", show_default=False)
     ] = None,
+    trainer: Annotated[
+        Trainer | None, typer.Option("--for", help="Show what this trainer must be told.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what a dataset holds: model, layers in both numberings, norms, counts, quarantine; or one sample by --row."""
     from headframe_worker.documents import read_manifest
 
+    if trainer is not None:
+        with open_output(output) as store:
+            _print_numbers(read_manifest(store), trainer, json=json)
+        return
     if row is None:
         with open_output(output) as store:
             manifest = read_manifest(store)
@@ -47,6 +55,19 @@ def command(
         out.print_json(data=contents.to_dict())
     else:
         out.print(_tokens(contents))
+
+
+def _print_numbers(manifest: DatasetManifest, trainer: Trainer, *, json: bool) -> None:
+    from headframe_worker.trainers.numbers import trainer_numbers
+
+    numbers = trainer_numbers(manifest, trainer.value)
+    if json:
+        out.print_json(data={"trainer": trainer.value, "settings": numbers.settings, "notes": numbers.notes})
+        return
+    for name, value in numbers.settings.items():
+        out.print(Text(f"{name} {value}"))
+    for note in numbers.notes:
+        print_note(note)
 
 
 def _summary(uri: str, manifest: DatasetManifest) -> Table:

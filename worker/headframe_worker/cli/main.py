@@ -11,7 +11,7 @@ import typer
 
 from headframe_api.errors import HeadframeError
 from headframe_api.exit_codes import ExitCode
-from headframe_worker.cli import extract, finalize, inspect, plan, prepare, report, run, verify
+from headframe_worker.cli import export, extract, finalize, inspect, plan, prepare, report, run, train_with, verify
 from headframe_worker.cli.console import print_error
 
 app = typer.Typer(
@@ -33,6 +33,8 @@ app.command("finalize", rich_help_panel=_STAGES)(finalize.command)
 app.command("inspect", rich_help_panel=_DATASETS)(inspect.command)
 app.command("verify", rich_help_panel=_DATASETS)(verify.command)
 app.command("report", rich_help_panel=_DATASETS)(report.command)
+app.command("export", rich_help_panel=_DATASETS)(export.command)
+app.command("train-with", rich_help_panel=_DATASETS)(train_with.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,8 +13,12 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from headframe_api.errors import DataError
 from headframe_api.names import JOB_KEY
 from headframe_worker.cli.console import Json, Quiet, err, out
+from headframe_worker.cli.export import Model, RemoteCode
 from headframe_worker.cli.output_argument import Output, Scratch, open_output
 from headframe_worker.size import human_bytes
+
+if TYPE_CHECKING:
+    from headframe_worker.model_ends.head_check import HeadCheck
 
 
 def command(
@@ -21,7 +26,15 @@ def command(
     deep: Annotated[
         bool, typer.Option("--deep", help="Also compute 1 % of the samples (8 or more) again by plain Transformers.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Chooses the samples of --deep.")] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the samples of --deep and --with-head.")] = 0,
+    with_head: Annotated[
+        bool,
+        typer.Option(
+            "--with-head", help="Also check that the last states, by the model's final norm and head, predict the text."
+        ),
+    ] = False,
+    model: Model = None,
+    trust_remote_code: RemoteCode = False,
     scratch: Scratch = None,
     quiet: Quiet = False,
     json: Json = False,
@@ -62,7 +75,8 @@ def command(
                     on_size=lambda size: bar.update(task, total=size),
                     on_sample=lambda: bar.advance(task),
                 )
-    faults = result.faults + (checked.faults if checked else [])
+        head = _head(output, model, trust_remote_code, seed, quiet=quiet) if with_head and not result.faults else None
+    faults = result.faults + (checked.faults if checked else []) + (head.faults if head else [])
     if json:
         out.print_json(
             data={
@@ -73,6 +87,7 @@ def command(
                 "tokens": result.tokens,
                 "parts": result.parts,
                 "bytes": result.bytes,
+                "head": head and asdict(head),
                 "deep": checked
                 and {"samples": checked.samples, "tolerance": checked.tolerance, "worst": checked.worst},
             }
@@ -84,12 +99,30 @@ def command(
             f"{store.uri} is sound: {result.samples:,} samples, {result.tokens:,} tokens, {result.parts:,} parts, "
             f"{human_bytes(result.bytes)} read"
         )
+        if head:
+            out.print(
+                f"{head.tokens:,} last states predict their next tokens: {head.loss:.2f} nats a token "
+                f"({head.frequency_loss:.2f} by their frequencies), {head.correct:.0%} exactly, temperature {head.temperature:g}"
+            )
         if checked:
             worst = max(checked.worst.values(), default=0.0)
             out.print(
                 f"{checked.samples} samples computed again by plain Transformers: largest error {worst:.2g} of "
                 f"{checked.tolerance:.2g} allowed"
             )
+
+
+def _head(uri: str, model: str | None, trust_remote_code: bool, seed: int, *, quiet: bool) -> HeadCheck:
+    from headframe_worker.model_ends.checkpoint import ModelAccess
+    from headframe_worker.model_ends.ends import load_ends
+    from headframe_worker.model_ends.head_check import head_check
+    from headframe_worker.reader import StatesDataset
+
+    dataset = StatesDataset(uri)
+    ends = load_ends(dataset.manifest.model, ModelAccess(model, trust_remote_code=trust_remote_code), head=True)
+    with _bar("head", MofNCompleteColumn(), quiet=quiet) as bar:
+        task = bar.add_task("", total=None)
+        return head_check(dataset, ends, seed=seed, on_tokens=lambda tokens: bar.advance(task, tokens))
 
 
 def _bar(what: str, counts: DownloadColumn | MofNCompleteColumn, *, quiet: bool) -> Progress:
