@@ -1,0 +1,84 @@
+"""What a trainer must be told is printed exactly, and the command that trains is filled in from the dataset."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from synthetic_output import MADE_UP, SyntheticOutput, write_extracted
+from typer.testing import CliRunner
+
+from headframe_api.errors import ConfigError
+from headframe_api.layers import preset_layers
+from headframe_worker.cli.main import app
+from headframe_worker.finalize.stage import finalize
+from headframe_worker.meter import Meter
+from headframe_worker.stores.local import LocalStore
+
+
+def finished(directory: Path, *, last: str = "preNorm") -> SyntheticOutput:
+    output = write_extracted(
+        LocalStore(directory / "output"),
+        layers=preset_layers("dflash", 64),
+        last=last,
+        model=MADE_UP.model_copy(update={"num_layers": 64, "hidden_size": 16}),
+    )
+    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
+    return output
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> SyntheticOutput:
+    return finished(tmp_path_factory.mktemp("trainers"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "line"),
+    [
+        ("speculators", "--target-layer-ids 2 17 32 47 62\n"),
+        ("specforge", "dflash_config.target_layer_ids [1, 16, 31, 46, 61]\n"),
+        ("modelopt", "--aux-layers 1,16,31,46,61\n"),
+        ("deepspec", "model.target_layer_ids [1, 16, 31, 46, 61]\n"),
+        ("torch", "layers (0-based outputs of decoder layers) 1 16 31 46 61\n"),
+    ],
+)
+def test_inspect_prints_a_trainers_own_numbers(output: SyntheticOutput, trainer: str, line: str) -> None:
+    assert line in run("inspect", str(output.directory), "--for", trainer)
+
+
+def test_the_training_command_holds_what_the_dataset_knows(output: SyntheticOutput, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    given = ["--", "--on-missing=warn", "--speculator-type", "dflash"]
+    line = run("train-with", "speculators", str(output.directory), "--work", str(work), "--dry-run", *given)
+    for words in (
+        f"--data-path {work}",
+        "--hidden-states-backend headframe",
+        f"--headframe-dataset {output.directory}",
+        "--target-layer-ids 2 17 32 47 62",
+        "--on-missing=warn --speculator-type dflash",
+    ):
+        assert words in line
+    assert "--on-missing skip" not in line, "what the user gives wins"
+    assert {path.name for path in work.iterdir()} >= {"state.json", "dataset_info.json", "token_freq.pt"}
+
+
+def test_a_last_state_after_the_norm_is_no_training_data_for_speculators(tmp_path: Path) -> None:
+    output = finished(tmp_path, last="postNorm")
+    with pytest.raises(ConfigError, match="before the final norm"):
+        run("inspect", str(output.directory), "--for", "speculators")
+
+
+def test_export_by_command(output: SyntheticOutput, tmp_path: Path) -> None:
+    for share in ("1/2", "2/2"):
+        run("export", str(output.directory), "--to", "torch", "--into", str(tmp_path), "--share", share)
+    done = json.loads((tmp_path / "headframe-export/done.json").read_bytes())
+    assert done["samples"] == len(output.kept) == len(list(tmp_path.rglob("*.pt")))
+    with pytest.raises(ConfigError, match="3/2"):
+        run("export", str(output.directory), "--to", "torch", "--into", str(tmp_path), "--share", "3/2")
