@@ -476,21 +476,15 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
     model.save_pretrained(tmp_path / "model", max_shard_size="50KB")
     files = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(files) > 2
-    job, plan, store = prepare(tmp_path / "output", tmp_path / "model", sound_samples())
     if damage == "truncated":
         os.truncate(files[1], files[1].stat().st_size - 8)
     elif damage == "garbage":
         files[1].write_bytes(b"<html>404</html>" * 100)
     else:
         files[1].unlink()
-    # The plan pins the revision, which a damaged file changes: take the plan that was made after the damage.
-    if damage != "garbage":
-        job, plan, store = prepare(tmp_path / "output", tmp_path / "model", sound_samples())
-        with pytest.raises(ConfigError, match=files[1].name):
-            extractor(job, plan, store).run(0)
-    else:
-        with pytest.raises(ConfigError, match=files[1].name):
-            prepare(tmp_path / "output", tmp_path / "model", sound_samples())
+    job, plan, store = prepare(tmp_path / "output", tmp_path / "model", sound_samples())
+    with pytest.raises(ConfigError, match=files[1].name):
+        extractor(job, plan, store).run(0)
 
 
 def test_a_sharded_checkpoint_gives_the_same_states(tmp_path: Path) -> None:
