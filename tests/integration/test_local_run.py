@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import yaml
 from safetensors.numpy import load_file
 
@@ -25,9 +26,9 @@ ROUNDS = int(os.environ.get("HEADFRAME_ROUNDS", "3"))
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_models import save_tiny_model
-
-    return save_tiny_model("llama", tmp_path_factory.mktemp("model"))
+    directory = tmp_path_factory.mktemp("model")
+    tiny_models.save("llama", directory, tokenizer=True)
+    return directory
 
 
 @pytest.fixture
