@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headframe_api.errors import DataError, StoppedError, TemporaryError
+from headframe_api.errors import DataError, TemporaryError
 from headframe_api.job import ExtractionJob
 from headframe_api.manifests import DatasetManifest
 from headframe_api.names import MANIFEST_KEY, STATES_PREFIX, shard_prefix
@@ -53,13 +53,12 @@ def run_job(
         meter=Meter("prepare"),
         fresh=options.fresh,
         part_target_bytes=options.part_target_bytes,
+        stop=stop.event,
     )
     for line in prepared.notes:
         note(line)
-    if stop.event.is_set():
-        raise StoppedError("stopped after prepare")
     _extract(job, prepared.plan, output, options, console=console, note=note, stop=stop)
-    return finalize(job, output, scratch=options.scratch, meter=Meter("finalize"))
+    return finalize(job, output, scratch=options.scratch, meter=Meter("finalize"), stop=stop.event)
 
 
 def _extract(

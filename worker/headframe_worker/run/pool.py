@@ -78,6 +78,11 @@ class WorkerPool:
                 self._fill_places()
                 self._listen()
                 on_update()
+        except KeyboardInterrupt:
+            for worker in self.workers:
+                if worker.process is not None:
+                    worker.process.kill()
+            raise
         finally:
             self._end_all()
         return self.result
