@@ -48,3 +48,7 @@ app.kubernetes.io/managed-by: headframe-operator
 {{- with .image.registry }}{{ . }}/{{ end }}{{ .image.repository }}
 {{- if .image.digest }}@{{ .image.digest }}{{ else }}:{{ default .version .image.tag }}{{ end }}
 {{- end }}
+
+{{- define "headframe.testLabels" -}}
+{{- include "headframe.labels" . | replace "app.kubernetes.io/component: operator" "app.kubernetes.io/component: test" }}
+{{- end }}

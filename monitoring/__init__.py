@@ -1,0 +1,1 @@
+"""Dashboards and alerts as code: `make generate` writes them into the chart."""
