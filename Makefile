@@ -61,7 +61,11 @@ check: .venv/installed  ## lint, format, types, import rules, generated files
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	@$(BIN)/python crds/generate.py --check
+	@$(BIN)/python charts/generate.py --check
+	@$(BIN)/hadolint Dockerfile
 
 .PHONY: generate
-generate: .venv/installed  ## write the CRD and docs/manifest.md from the models
+generate: .venv/installed  ## write what is generated: the CRD, docs/manifest.md, the chart's dashboards, alerts and README
 	@$(BIN)/python crds/generate.py
+	@$(BIN)/python charts/generate.py
+	@PYTHONPATH=tests $(BIN)/python -m testbed.tools helm-docs >/dev/null && $$(PYTHONPATH=tests $(BIN)/python -m testbed.tools helm-docs) --chart-search-root charts --log-level warning

@@ -73,6 +73,7 @@ TOOLS = {
             ),
         ),
         GoTool("helm", "helm.sh/helm/v3", "helm.sh/helm/v3/cmd/helm"),
+        GoTool("helm-docs", "github.com/norwoodj/helm-docs", "github.com/norwoodj/helm-docs/cmd/helm-docs"),
         GoTool("kueue", "sigs.k8s.io/kueue", "sigs.k8s.io/kueue/cmd/kueue", data="config"),
     )
 }
@@ -123,7 +124,7 @@ def locked(thing: Path) -> Iterator[None]:
         yield
 
 
-def _go() -> Path:
+def go_command() -> Path:
     """The Go command: the machine's, or the one that .ci/system-packages installed."""
     found = shutil.which("go") or shutil.which("/usr/local/go/bin/go")
     installed = sorted((CACHE / "go").glob("*/bin/go"))
@@ -148,7 +149,7 @@ def _digest(module: Path, tool: GoTool) -> str:
 
 
 def _build(tool: GoTool, folder: Path) -> None:
-    go, module = _go(), GO_MODULES / tool.name
+    go, module = go_command(), GO_MODULES / tool.name
     # "auto" lets an older Go fetch the toolchain a go.mod asks for from the module proxy.
     environment = os.environ | {"GOTOOLCHAIN": "auto", "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
     started = time.monotonic()

@@ -52,3 +52,8 @@ app.kubernetes.io/managed-by: headframe-operator
 {{- define "headframe.testLabels" -}}
 {{- include "headframe.labels" . | replace "app.kubernetes.io/component: operator" "app.kubernetes.io/component: test" }}
 {{- end }}
+
+{{- /* The variable in which every pod of the namespace finds the Service's address. */}}
+{{- define "headframe.serviceHost" -}}
+{{- printf "%s_SERVICE_HOST" (include "headframe.fullname" .) | upper | replace "-" "_" }}
+{{- end }}
