@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import kopf
@@ -12,6 +13,13 @@ from headframe_operator.mirror import Key, Mirror, key_of_extraction
 from headframe_operator.views import ExtractionView, JobView, PodView, extraction_view, job_view, key_of, pod_view
 
 _EXTRACTIONS, _JOBS, _PODS = (GROUP, VERSION, PLURAL), ("batch", "v1", "jobs"), ("", "v1", "pods")
+
+
+class _Backoffs:
+    """Seconds between attempts to reach the API server: without an end, and never so long that its return is missed."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.5, 1, 2), itertools.repeat(4))
 
 
 def register(
@@ -33,6 +41,7 @@ def register(
         settings.watching.server_timeout = 300
         settings.watching.chunk_size = 500
         settings.networking.request_timeout = 60
+        settings.networking.error_backoffs = _Backoffs()
         settings.watching.label_selectors["batch", "v1", "jobs"] = JOB_LABEL
         settings.watching.label_selectors["", "v1", "pods"] = JOB_LABEL
         started(Mirror(extractions, jobs, pods))
