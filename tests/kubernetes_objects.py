@@ -153,7 +153,7 @@ def snapshot(x: Json, jobs: list[Json] | None = None, pods: list[Json] | None = 
         taken={view.stage: "taken" for view in views if view.owner_uid != x["metadata"]["uid"]},
         pods=tuple(pod_view(raw) for raw in pods or []),
         warnings=tuple(warning_view(raw) for raw in more.get("events", ())),
-        workload=workload_view(more["workload"]) if more.get("workload") else None,
+        workload=workload_view(more["workload"], "/workloads") if more.get("workload") else None,
         polls=more.get("polls", {}),
         refusals=more.get("refusals", {}),
     )

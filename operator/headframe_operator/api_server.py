@@ -42,10 +42,14 @@ class ApiServer:
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
+        self._versions: dict[str, str] = {}
 
-    async def get(self, path: str) -> Json:
-        """One object."""
-        return await self._request("GET", path)
+    async def preferred_version(self, group: str) -> str:
+        """The version of an API group that its server prefers; 404 where nobody serves the group."""
+        if group not in self._versions:
+            answer = await self._request("GET", f"/apis/{group}")
+            self._versions[group] = str(answer["preferredVersion"]["version"])
+        return self._versions[group]
 
     async def list(self, path: str, *, metadata_only: bool = False, **query: str) -> list[Json]:
         """The items of a collection, page by page."""

@@ -55,10 +55,9 @@ class Applier:
             await self._delete(x, deletion)
         return refusals
 
-    async def workload(self, x: ExtractionView, workload: WorkloadView, active: bool) -> None:
+    async def workload(self, workload: WorkloadView, active: bool) -> None:
         """Tell Kueue to hold a job back, or to take it up again."""
-        path = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{x.namespace}/workloads/{workload.name}"
-        await self._api.patch(path, {"spec": {"active": active}})
+        await self._api.patch(workload.path, {"spec": {"active": active}})
 
     async def status(self, x: ExtractionView, status: ExtractionJobStatus) -> int | None:
         """Write the whole status; returns the version that has it. Where the ExtractionJob is gone, or another has its name, there is nobody to tell."""

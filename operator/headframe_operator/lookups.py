@@ -10,6 +10,7 @@ from headframe_operator.reasons import hanging_pods, needs_warnings
 from headframe_operator.snapshot import Snapshot
 from headframe_operator.views import JobView, WarningView, WorkloadView, warning_view, workload_view
 
+_KUEUE = "kueue.x-k8s.io"
 _PODS_ASKED_ABOUT = 3
 
 
@@ -34,14 +35,15 @@ async def look_up_workload(api: ApiServer, snapshot: Snapshot) -> WorkloadView |
     job = snapshot.jobs.get("extract")
     if job is None or not _kueue_decides(snapshot, job):
         return None
-    path = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{job.namespace}/workloads"
     try:
+        version = await api.preferred_version(_KUEUE)
+        path = f"/apis/{_KUEUE}/{version}/namespaces/{job.namespace}/workloads"
         found = await api.list(path, labelSelector=f"kueue.x-k8s.io/job-uid={job.uid}")
     except ApiError as error:
         if error.status == 404:
             return None  # Kueue is not installed: the Job waits in a queue that nobody serves
         raise
-    return workload_view(found[0]) if found else None
+    return workload_view(found[0], path) if found else None
 
 
 def _kueue_decides(snapshot: Snapshot, job: JobView) -> bool:

@@ -107,7 +107,7 @@ class Reconciler:
     async def _apply_children(self, snapshot: Snapshot, decision: Decision, memory: _Memory) -> Decision:
         """Carry out what concerns Jobs. A refusal is news, so the decision is made again with it."""
         if decision.workload_active is not None and snapshot.workload is not None:
-            await self._applier.workload(snapshot.extraction, snapshot.workload, decision.workload_active)
+            await self._applier.workload(snapshot.workload, decision.workload_active)
         fresh = time.monotonic() - memory.refused_at < _RETRY_REFUSED_SECONDS
         if fresh and memory.refusals.keys() & decision.create.keys():
             decision = replace(decision, create={})

@@ -141,7 +141,8 @@ class WarningView:
 class WorkloadView:
     """Kueue's Workload of the extract Job."""
 
-    name: str
+    path: str
+    """Where the API server has it: Kueue's versions differ in what they let a patch do."""
     active: bool
     admitted: bool
     reason: str
@@ -268,14 +269,16 @@ def warning_view(raw: Json) -> WarningView:
     )
 
 
-def workload_view(raw: Json) -> WorkloadView:
-    """The view of a kueue.x-k8s.io Workload."""
+def workload_view(raw: Json, collection: str) -> WorkloadView:
+    """The view of a kueue.x-k8s.io Workload, from the collection at a path."""
     conditions = {c["type"]: c for c in raw.get("status", {}).get("conditions", ())}
     admitted = conditions.get("Admitted", {}).get("status") == "True"
     evicted = conditions.get("Evicted", {})
+    if evicted.get("reason") == "Deactivated":
+        evicted = {}  # by us, at the user's word
     waits = conditions.get("QuotaReserved", {})
     return WorkloadView(
-        name=raw["metadata"]["name"],
+        path=f"{collection}/{raw['metadata']['name']}",
         active=raw.get("spec", {}).get("active", True),
         admitted=admitted,
         reason=waits.get("reason", "") if not admitted else "",

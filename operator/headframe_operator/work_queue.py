@@ -13,6 +13,8 @@ _COALESCE_SECONDS = 0.05
 """Events come in bursts; one look answers them all."""
 _FIRST_RETRY_SECONDS = 0.5
 _LONGEST_RETRY_SECONDS = 60.0
+_SOONEST_RETRY_SECONDS = 5.0
+"""Events bring a key that fails back earlier, but not so often that a failing API server drowns in them."""
 
 
 class WorkQueue:
@@ -34,6 +36,8 @@ class WorkQueue:
         if key in self._running and after_seconds <= _COALESCE_SECONDS:
             self._again.add(key)
             return
+        if key in self._failures:
+            after_seconds = max(after_seconds, min(self._backoff_seconds(key), _SOONEST_RETRY_SECONDS))
         loop = asyncio.get_running_loop()
         planned = self._due.get(key)
         if planned is not None:
@@ -57,6 +61,9 @@ class WorkQueue:
         else:
             self._running[key] = asyncio.create_task(self._run(key), name=f"reconcile {key[0]}/{key[1]}")
 
+    def _backoff_seconds(self, key: Key) -> float:
+        return float(min(_FIRST_RETRY_SECONDS * 2 ** (self._failures[key] - 1), _LONGEST_RETRY_SECONDS))
+
     async def _run(self, key: Key) -> None:
         after: float | None = None
         try:
@@ -64,16 +71,14 @@ class WorkQueue:
                 after = await self._handle(key)
             self._failures.pop(key, None)
         except Exception as error:  # noqa: BLE001  (the queue must outlive every failure of one key)
-            failures = self._failures[key] = self._failures.get(key, 0) + 1
-            after = min(_FIRST_RETRY_SECONDS * 2 ** (failures - 1), _LONGEST_RETRY_SECONDS)
-            after = max(after, getattr(error, "retry_after_seconds", None) or 0.0)
+            self._failures[key] = self._failures.get(key, 0) + 1
+            after = max(self._backoff_seconds(key), getattr(error, "retry_after_seconds", None) or 0.0)
             extra = {"namespace": key[0], "job": key[1]}
             _log.warning("tried again in %.1f s: %s", after, error, extra=extra, exc_info=not hasattr(error, "status"))
         finally:
             del self._running[key]
+            if after is not None:
+                self.add(key, after)
             if key in self._again:
                 self._again.discard(key)
-                after = min(after, _COALESCE_SECONDS) if after is not None and key not in self._failures else after
-                self.add(key, _COALESCE_SECONDS if key not in self._failures or after is None else after)
-            elif after is not None:
-                self.add(key, after)
+                self.add(key)
