@@ -54,6 +54,15 @@ test-integration: $(MODEL)  ## whole jobs on this machine, with a real S3 server
 test-cluster: $(MODEL)  ## the operator on a real API server, pods on a real node
 	@$(BIN)/pytest -q tests/cluster tests/gpu
 
+.PHONY: cluster
+cluster: .venv/installed  ## a Kubernetes on this machine with Headframe installed, until Ctrl-C; needs root and .ci/system-packages
+	@PYTHONPATH=tests $(BIN)/python -m testbed.installed
+
+.PHONY: cluster-down
+cluster-down:  ## remove the cluster that `make cluster` runs
+	@pid="$${XDG_CACHE_HOME:-$$HOME/.cache}/headframe/cluster/pid"; \
+	if [ -f "$$pid" ]; then kill "$$(cat "$$pid")" && while [ -f "$$pid" ]; do sleep 0.5; done; else echo "no cluster runs"; fi
+
 .PHONY: check
 check: .venv/installed  ## lint, format, types, import rules, generated files
 	@$(BIN)/ruff check --quiet .
