@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kubernetes.client import AuthorizationV1Api
 
 from headframe_operator.permissions import RULES
 from testbed.cluster_access import ClusterAccess
@@ -61,15 +62,10 @@ def can(cluster: ClusterAccess, kubeconfig: Path, verb: str, group: str, resourc
     """What the API server answers when the user of a kubeconfig file asks about itself."""
     name, _, subresource = resource.partition("/")
     attributes = {"verb": verb, "group": group, "resource": name, "subresource": subresource, "namespace": namespace}
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectAccessReview",
-        "spec": {"resourceAttributes": attributes},
-    }
-    created = cluster.kubectl(
-        f"--kubeconfig={kubeconfig}", "create", "-f", "-", "-o", "json", stdin=json.dumps(review)
-    )  # the last --kubeconfig counts
-    return bool(json.loads(created)["status"]["allowed"])
+    answer = AuthorizationV1Api(cluster.client(kubeconfig)).create_self_subject_access_review(
+        {"spec": {"resourceAttributes": attributes}}
+    )
+    return bool(answer.status.allowed)
 
 
 @pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
