@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,4 +119,4 @@ Ctrl-C here, or `make cluster-down` there, removes it.""",
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()

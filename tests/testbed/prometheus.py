@@ -38,7 +38,7 @@ class Prometheus:
         }
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [
+        command: list[str | Path] = [
             system_tool("prometheus"),
             f"--config.file={folder / 'prometheus.yaml'}",
             f"--storage.tsdb.path={folder / 'data'}",
