@@ -1,6 +1,6 @@
 """The operator under load, on a real control plane with pods that follow scripts.
 
-    .venv/bin/python benchmarks/operator.py --jobs 500 --shards 8
+    .venv/bin/python benchmarks/operator_reconcile.py --jobs 500 --shards 8
 
 Measures how long a pod's finish takes to reach the status, what the operator writes, its memory and CPU, and how long a
 restart takes with every job alive. Everything runs on this machine, control plane and pods included: the figures are
