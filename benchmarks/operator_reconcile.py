@@ -114,7 +114,7 @@ def main() -> None:
 
         api = asyncio.run_coroutine_threadsafe(connect(), loop).result()
         with OperatorProcess(cluster, folder, poll_interval_seconds="3600") as operator:
-            asyncio.run_coroutine_threadsafe(observer.watch(api), loop)
+            watching = asyncio.run_coroutine_threadsafe(observer.watch(api), loop)
             started = time.monotonic()
             asyncio.run_coroutine_threadsafe(create_jobs(api, options.jobs, options.shards), loop).result()
             figures["created_seconds"] = round(time.monotonic() - started, 1)
@@ -145,6 +145,7 @@ def main() -> None:
                 "max": round(late[-1], 2),
                 "finishes": len(late),
             }
+        watching.cancel()
         asyncio.run_coroutine_threadsafe(api.session.close(), loop).result()
     print(json.dumps(figures, indent=1))
 

@@ -10,6 +10,11 @@ def count(indexes: str) -> int:
     return sum(last - first + 1 for first, last in _ranges(indexes))
 
 
+def indexes(listed: str) -> set[int]:
+    """The indexes that a list names."""
+    return {index for first, last in _ranges(listed) for index in range(first, last + 1)}
+
+
 def contains(indexes: str, index: int) -> bool:
     """Whether a list names an index."""
     return any(first <= index <= last for first, last in _ranges(indexes))

@@ -23,7 +23,7 @@ from headframe_operator.outcomes import Failure, output_of, prepare_quarantined
 from headframe_operator.reasons import Obstacle, wanted_pods
 from headframe_operator.snapshot import Snapshot
 from headframe_operator.times import to_text
-from headframe_operator.totals import done_so_far
+from headframe_operator.totals import done_so_far, finished_shards
 
 _PHASES: dict[str, Phase] = {"prepare": "Preparing", "extract": "Extracting", "finalize": "Finalizing"}
 _RUNNING = {
@@ -226,13 +226,14 @@ def _shards(s: Situation, old: ShardCounts | None) -> ShardCounts | None:
     total, job = s.plan.shards, s.snapshot.jobs.get("extract")
     if job is None:
         return (old or ShardCounts(total=total, summary=f"0/{total}")).model_copy(update={"active": 0})
+    succeeded, failed = finished_shards(s.snapshot), index_lists.count(job.failed_indexes)
     return ShardCounts(
         total=total,
-        active=0 if job.finished else job.active,
-        succeeded=job.succeeded,
-        failed=index_lists.count(job.failed_indexes),
+        active=0 if job.finished else min(job.active, total - succeeded - failed),
+        succeeded=succeeded,
+        failed=failed,
         failed_indexes=job.failed_indexes[:_MESSAGE_LIMIT],
-        summary=f"{job.succeeded}/{total}",
+        summary=f"{succeeded}/{total}",
     )
 
 

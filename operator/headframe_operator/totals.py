@@ -19,6 +19,15 @@ class Totals:
     """Of the extract stage alone."""
 
 
+def finished_shards(snapshot: Snapshot) -> int:
+    """Shards that are done: by the Job's count, or by a pod's end that the Job has yet to count, seconds later."""
+    job = snapshot.jobs.get("extract")
+    if job is None:
+        return 0
+    ended = {pod.index for pod in snapshot.pods_of("extract") if pod.phase == "Succeeded" and pod.index is not None}
+    return max(job.succeeded, len(index_lists.indexes(job.completed_indexes) | ended))
+
+
 def done_so_far(snapshot: Snapshot, plan: PlanSummary) -> Totals:
     """Samples and tokens done. A finished shard whose pod is gone counts as an average one."""
     job = snapshot.jobs.get("extract")
@@ -37,7 +46,7 @@ def done_so_far(snapshot: Snapshot, plan: PlanSummary) -> Totals:
         elif pod.phase == "Running" and (poll := snapshot.polls.get(pod.uid)) and poll.progress:
             samples, tokens = samples + poll.progress.samples, tokens + poll.progress.tokens
             quarantined += poll.progress.quarantined
-    unreported = max(0, index_lists.count(job.completed_indexes) - len(reported))
+    unreported = len(index_lists.indexes(job.completed_indexes) - reported)
     share = unreported / plan.shards if plan.shards else 0.0
     return Totals(
         samples=min(plan.samples, samples + round(plan.samples * share)),
