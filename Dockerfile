@@ -1,8 +1,10 @@
-# Two images: `operator` (small, no torch) and `worker`. The base must be Debian's, with Python 3.11 to 3.13 and venv.
+# Two images: `operator` (small, no torch) and `worker`. BASE must have Python 3.11 to 3.13 with venv; COMPILER, of which
+# nothing stays, the same Python with its headers and gcc.
 #   docker build --target operator -t headframe-operator .
 #   docker build --target worker -t headframe-worker .
 # Dependencies lie in a layer of their own, below our code: they are large and change rarely.
 ARG BASE=docker.io/library/python:3.12-slim-bookworm
+ARG COMPILER=docker.io/library/python:3.12-bookworm
 
 FROM ${BASE} AS build
 WORKDIR /src
@@ -40,17 +42,16 @@ RUN uv pip install --quiet --no-deps -b constraints.txt --target /opt/headframe-
 
 # Triton compiles one C file, its driver module, when the first kernel runs. It is compiled here instead, against a
 # stand-in for the driver's library, so that the worker's image needs no compiler: see worker/image/prebuilt-cc.
-FROM worker-dependencies AS triton-driver
-# hadolint ignore=DL3008
-RUN apt-get update -qq \
- && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev >/dev/null \
- && rm -rf /var/lib/apt/lists/*
-RUN mkdir /stand-in \
- && gcc -shared -Wl,-soname,libcuda.so.1 -o /stand-in/libcuda.so.1 -x c /dev/null \
- && triton="$(dirname "$(find /opt/headframe -path '*/triton/backends/nvidia/driver.c')")" \
- && python="$(python3 -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')" \
- && gcc "$triton/driver.c" -O3 -shared -fPIC -Wno-psabi -o /triton-driver.so \
-      -L/stand-in -l:libcuda.so.1 -I"$triton/include" -I"$python"
+FROM ${COMPILER} AS triton-driver
+COPY --from=worker-dependencies /opt/headframe/pyvenv.cfg /triton/
+COPY --from=worker-dependencies /opt/headframe/lib/python3*/site-packages/triton/backends/nvidia/driver.c /triton/
+COPY --from=worker-dependencies /opt/headframe/lib/python3*/site-packages/triton/backends/nvidia/include /triton/include/
+RUN grep -q "^version = $(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')[.]" /triton/pyvenv.cfg \
+ || { echo "COMPILER must have the same Python as BASE" >&2; exit 1; }
+RUN echo >/triton/stand-in.c \
+ && gcc -shared -Wl,-soname,libcuda.so.1 -o /triton/libcuda.so.1 /triton/stand-in.c \
+ && gcc /triton/driver.c -O3 -shared -fPIC -Wno-psabi -o /triton/driver.so -L/triton -l:libcuda.so.1 -I/triton/include \
+      -I"$(python3 -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')"
 
 FROM ${BASE} AS runtime
 ARG BASE
@@ -76,7 +77,7 @@ ENTRYPOINT ["headframe-operator"]
 FROM runtime AS worker
 LABEL org.opencontainers.image.title="headframe-worker"
 COPY --from=worker-dependencies /opt/headframe /opt/headframe
-COPY --from=triton-driver /triton-driver.so /opt/triton/driver.so
+COPY --from=triton-driver /triton/driver.so /opt/triton/driver.so
 COPY --chmod=0755 worker/image/prebuilt-cc /opt/triton/prebuilt-cc
 COPY --from=worker-code /opt/headframe-code /opt/headframe-code
 ENV CC=/opt/triton/prebuilt-cc \

@@ -23,14 +23,15 @@ _KEPT = 3  # images of one name; they share most layers, but a disk is finite
 _STORE = CACHE / "buildah"
 
 
-def base_image() -> str:
-    """A Debian with Python, made by debootstrap; return its name. About a minute the first time."""
-    name = f"localhost/testbed/debian:{_digest(repr((_BASE, _PATH)))}"
+def base_image(*packages: str) -> str:
+    """A Debian with Python and perhaps more packages, made by debootstrap; return its name. About a minute the first time."""
+    included = ",".join([_BASE["include"], *packages])
+    name = f"localhost/testbed/debian:{_digest(repr((_BASE | {'include': included}, _PATH)))}"
     with locked(_STORE / "storage"):
         if not _exists(name):
             with TemporaryDirectory(dir=_STORE, prefix=".debian-") as folder:
                 root = Path(folder) / "root"
-                options = [f"--variant={_BASE['variant']}", f"--include={_BASE['include']}"]
+                options = [f"--variant={_BASE['variant']}", f"--include={included}"]
                 _run([system_tool("debootstrap"), *options, _BASE["suite"], root])
                 for waste in ("var/cache/apt/archives", "var/lib/apt/lists"):
                     shutil.rmtree(root / waste)

@@ -25,6 +25,7 @@ NAMESPACE = "headframe-system"
 BUCKET = "headframe"
 _MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMALL_NODE = ["--set=worker.cpuStageResources.requests.cpu=250m", "--set=worker.cpuStageResources.requests.memory=1Gi"]
+_COMPILER = ("gcc", "libc6-dev", "python3-dev")
 Json = dict[str, Any]
 
 
@@ -74,7 +75,8 @@ def headframe_installed(cluster: NodeCluster, folder: Path) -> Iterator[Installe
 
 def _image(component: str) -> str:
     paths = ("constraints.txt", "api", component)
-    return build_image(f"headframe-{component}", ROOT, target=component, paths=paths, arguments={"BASE": base_image()})
+    bases = {"BASE": base_image()} | ({"COMPILER": base_image(*_COMPILER)} if component == "worker" else {})
+    return build_image(f"headframe-{component}", ROOT, target=component, paths=paths, arguments=bases)
 
 
 def _image_values(where: str, image: str) -> list[str]:
