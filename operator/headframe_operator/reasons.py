@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import cached_property
 
 from headframe_operator import index_lists
 from headframe_operator.snapshot import Snapshot
@@ -53,7 +54,7 @@ class Stage:
         """The stage's Job."""
         return self.snapshot.jobs.get(self.name)
 
-    @property
+    @cached_property
     def live(self) -> tuple[PodView, ...]:
         """Pods that have not ended."""
         return tuple(pod for pod in self.snapshot.pods_of(self.name) if pod.phase not in ("Succeeded", "Failed"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 
 from headframe_api.progress import Progress
 from headframe_operator.views import ExtractionView, JobView, PodView, WarningView, WorkloadView
@@ -37,7 +38,7 @@ class Refusal:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
     """One ExtractionJob, its children, and what was asked for on demand."""
 
@@ -58,4 +59,12 @@ class Snapshot:
     def pods_of(self, stage: str) -> tuple[PodView, ...]:
         """The pods of this ExtractionJob's current Job of a stage."""
         job = self.jobs.get(stage)
-        return () if job is None else tuple(pod for pod in self.pods if pod.job_uid == job.uid)
+        return () if job is None else self._pods_by_job.get(job.uid, ())
+
+    @cached_property
+    def _pods_by_job(self) -> dict[str, tuple[PodView, ...]]:
+        """Sorted once: a decision asks a dozen times, and a large job has tens of thousands of pods."""
+        found: dict[str, list[PodView]] = {}
+        for pod in self.pods:
+            found.setdefault(pod.job_uid, []).append(pod)
+        return {uid: tuple(pods) for uid, pods in found.items()}

@@ -46,7 +46,7 @@ def test_queued_admitted_suspended_and_finished(
     first.apply(**QUEUED)
     scripted.wait_for(lambda _: len(workers(scripted, "first")) == 2)
     second.apply(**QUEUED)
-    second.wait_reason("Queued", "insufficient unused quota", timeout_seconds=30)
+    second.wait_reason("Queued", "insufficient unused quota")
     status = second.status()
     assert status["phase"] == "Suspended"
     assert second.condition("Suspended")["reason"] == "Queued"
@@ -56,7 +56,7 @@ def test_queued_admitted_suspended_and_finished(
     scripted.wait_for(lambda _: not workers(scripted, "first") and len(workers(scripted, "second")) == 2)
     second.wait("Extracting")
     first.patch({"suspend": False})
-    first.wait_reason("Queued", timeout_seconds=30)
+    first.wait_reason("Queued")
     finish(scripted, "second", second)
     scripted.wait_for(lambda _: len(workers(scripted, "first")) == 2)
     finish(scripted, "first", first)

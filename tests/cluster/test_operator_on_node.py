@@ -27,7 +27,7 @@ def on_node(node_cluster: NodeCluster, tmp_path: Path) -> Iterator[Extraction]:
 
 def test_an_image_that_is_nowhere(on_node: Extraction) -> None:
     on_node.apply({"worker": {"image": "headframe.invalid/absent:1"}})
-    on_node.wait_reason("ImagePullFailed", "headframe.invalid/absent:1", timeout_seconds=30)
+    on_node.wait_reason("ImagePullFailed", "headframe.invalid/absent:1")
     on_node.patch({"worker": {"image": base_image()}})
     # The base image has no `headframe`: the kubelet's own words say so.
     on_node.wait_reason("PodFailed", "headframe", timeout_seconds=60)
@@ -35,18 +35,18 @@ def test_an_image_that_is_nowhere(on_node: Extraction) -> None:
 
 def test_a_secret_that_is_not_there(on_node: Extraction) -> None:
     on_node.apply({"s3": {"credentialsSecret": "keys"}})
-    on_node.wait_reason("SecretOrConfigMapMissing", 'secret "keys" not found', timeout_seconds=30)
+    on_node.wait_reason("SecretOrConfigMapMissing", 'secret "keys" not found')
 
 
 def test_a_volume_of_a_config_map_that_is_not_there(on_node: Extraction) -> None:
     volume = {"name": "settings", "configMap": {"name": "absent"}}
     mount = {"name": "settings", "mountPath": "/settings"}
     on_node.apply({"worker": {"volumes": [volume], "volumeMounts": [mount]}})
-    on_node.wait_reason("VolumeMountFailed", 'configmap "absent" not found', timeout_seconds=30)
+    on_node.wait_reason("VolumeMountFailed", 'configmap "absent" not found')
 
 
 def test_a_ca_secret_that_is_not_there(on_node: Extraction) -> None:
     on_node.apply({"s3": {"caSecret": "ca"}})
-    on_node.wait_reason("VolumeMountFailed", 'secret "ca" not found', timeout_seconds=30)
+    on_node.wait_reason("VolumeMountFailed", 'secret "ca" not found')
     on_node.delete()
     wait_until(lambda: not on_node.names("pods"), 60, poll_seconds=0.5)

@@ -100,7 +100,7 @@ def test_no_node_has_room(operator: OperatorProcess, extraction: Extraction, nod
 def test_no_node_has_the_gpus(operator: OperatorProcess, extraction: Extraction, nodes: Nodes) -> None:
     nodes(play(), gpus=0)
     extraction.apply()
-    extraction.wait_reason("InsufficientGPUs", "Insufficient nvidia.com/gpu", timeout_seconds=30)
+    extraction.wait_reason("InsufficientGPUs", "Insufficient nvidia.com/gpu")
     assert extraction.status()["phase"] == "Extracting"
     nodes(play(), gpus=8)
     extraction.wait("Succeeded", 120)
@@ -109,7 +109,7 @@ def test_no_node_has_the_gpus(operator: OperatorProcess, extraction: Extraction,
 def test_some_workers_run_and_some_wait(operator: OperatorProcess, extraction: Extraction, nodes: Nodes) -> None:
     nodes(play(extract=work_until_told), gpus=1)
     extraction.apply()
-    found = extraction.wait_reason("InsufficientGPUs", "1 worker", "1 of 2 pods wait", timeout_seconds=30)
+    found = extraction.wait_reason("InsufficientGPUs", "1 worker", "1 of 2 pods wait")
     assert found["status"] == "True"
 
 

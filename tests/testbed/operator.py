@@ -173,7 +173,7 @@ class Extraction:
             raise TimeoutError(f"not within {timeout_seconds} s; the status is {json.dumps(last, indent=1)}") from None
         return last
 
-    def wait_reason(self, reason: str, *words: str, timeout_seconds: float = 15) -> Json:
+    def wait_reason(self, reason: str, *words: str, timeout_seconds: float = 60) -> Json:
         """Wait until the condition Progressing gives a reason, and check that its message holds the words."""
 
         def progressing(status: Json) -> Json:

@@ -99,7 +99,7 @@ class World:
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=25), st.lists(st.booleans(), min_size=25, max_size=25))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_happens_a_job_that_can_succeed_does(events: list[str], looks: list[bool]) -> None:
     world = World()
     for event, look in zip(events, looks, strict=False):
@@ -114,7 +114,7 @@ def test_whatever_happens_a_job_that_can_succeed_does(events: list[str], looks: 
 
 
 @given(st.lists(st.sampled_from(EVENTS + FATAL), max_size=25))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_terminal_phase_is_final(events: list[str]) -> None:
     world = World()
     ended: ExtractionJobStatus | None = None
@@ -131,7 +131,7 @@ def test_a_terminal_phase_is_final(events: list[str]) -> None:
 
 
 @given(st.lists(st.sampled_from(EVENTS + FATAL), max_size=25))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_decision_repeated_decides_the_same_and_changes_nothing(events: list[str]) -> None:
     world = World()
     for event in events:
@@ -147,7 +147,7 @@ def test_a_decision_repeated_decides_the_same_and_changes_nothing(events: list[s
 
 
 @given(st.lists(st.sampled_from(EVENTS + FATAL), max_size=25))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_conditions_keep_kubernetes_conventions(events: list[str]) -> None:
     world = World()
     for event in events:
