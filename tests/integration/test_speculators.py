@@ -81,6 +81,7 @@ def test_a_drafter_learns_from_our_states(smollm2: Prepared, tmp_path: Path, kin
             *("--verifier-name-or-path", str(smollm2.verifier)),
             *("--speculator-type", kind),
             *("--num-layers", "1", "--draft-vocab-size", "512", "--mask-token-id", "0", "--draft-attn-impl", "sdpa"),
+            *("--loss-implementation", "eager"),  # its fused losses are Triton kernels
             *("--hidden-states-dtype", "float32", "--total-seq-len", "256", "--lr", "1e-3"),
             *("--max-steps", str(STEPS), "--num-workers", "1" if kind == "dflash" else "0"),
             *extra,
