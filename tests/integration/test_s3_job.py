@@ -315,7 +315,7 @@ def test_sigterm_ends_with_143_and_the_next_run_goes_on(
     before = time.monotonic()
     child.terminate()
     assert bucket.finish(child) == 143, bucket.said[-1]
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 60
     kept = {key: data for key, data in bucket.objects(output).items() if key.endswith(".safetensors")}
     assert len(kept) >= wanted
     bucket.run(*arguments)
@@ -383,7 +383,7 @@ def test_what_is_wrong_with_the_bucket_is_said_before_the_model_is_loaded(bucket
     assert bucket.finish(bucket.start("run", manifest)) == 78
     assert "error: s3://no-such-bucket-here/out" in bucket.said[-1]
     assert "Traceback" not in bucket.said[-1]
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 180
 
 
 def test_no_secret_stands_anywhere(bucket: Bucket, reference: dict[str, bytes]) -> None:

