@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-UV := $(BIN)/uv pip install --quiet --constraint constraints.txt
+UV := $(BIN)/uv pip install --quiet --compile-bytecode --constraint constraints.txt
 
 .PHONY: help
 help:  ## show the commands

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,19 @@ def run_job(
 ) -> DatasetManifest:
     """Prepare, extract, finalize. Raises a HeadframeError that carries the exit code."""
     output = open_store(job.spec.output.uri, job.spec.s3)
+    with closing(output):
+        return _run_stages(job, output, options, console=console, note=note, stop=stop)
+
+
+def _run_stages(
+    job: ExtractionJob,
+    output: Store,
+    options: RunOptions,
+    *,
+    console: Console,
+    note: Callable[[str], None],
+    stop: StopWish,
+) -> DatasetManifest:
     output.check_writable()
     # Before hours of tokenising, not after: a machine without the GPUs asked for cannot run the job.
     worker_devices(job.spec, 1, None)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from hs_connectors.transfer import HiddenStatesBackend, HiddenStatesTransfer
+from packaging.version import Version
 
 from headframe_api.errors import ConfigError
 from headframe_api.manifests import DatasetManifest
@@ -100,7 +101,11 @@ def check_training(manifest: DatasetManifest, speculator_type: str, target_layer
             f"{mine} in speculators' numbering; pass --target-layer-ids {' '.join(map(str, mine))}",
             reason="OtherLayers",
         )
-    if speculator_type in _PLAIN_NORM and manifest.model.norm_gain == "1+weight" and version("speculators") <= "0.9.0":
+    if (
+        speculator_type in _PLAIN_NORM
+        and manifest.model.norm_gain == "1+weight"
+        and Version(version("speculators")) <= Version("0.9.0")
+    ):
         raise ConfigError(
             f"{speculator_type} of speculators {version('speculators')} multiplies by w in the verifier's final norm, and "
             f"{manifest.model.norm_type} by 1 + w: it would train on wrong targets; dflash and dspark get it right",
