@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tiny_models
 import yaml
@@ -40,14 +42,14 @@ def chats(tmp_path: Path) -> Path:
     return path
 
 
-def write_job(folder: Path, model: Path, data: Path, **spec: Any) -> Path:
+def write_job(folder: Path, model_source: Path, data: Path, **spec: Any) -> Path:
     """A manifest for a CPU run into folder/out."""
     job = {
         "apiVersion": "headframe.dev/v1alpha1",
         "kind": "ExtractionJob",
         "metadata": {"name": "test"},
         "spec": {
-            "model": {"source": str(model), "gpus": 0, "dtype": "float32"},
+            "model": {"source": str(model_source), "gpus": 0, "dtype": "float32"},
             "dataset": {"source": str(data), "maxLength": 512},
             "states": {"preset": "none", "layers": [0, 2], "dtype": "float32"},
             "output": {"uri": str(folder / "out")},
@@ -151,20 +153,21 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
 
 
 def test_a_lost_worker_process_is_replaced(tmp_path: Path, tiny_model: Path, chats: Path) -> None:
-    import psutil
-
     job = write_job(tmp_path, tiny_model, chats, shards=6)
-    process = subprocess.Popen([*HEADFRAME, "run", str(job), "--workers", "2", "--part-bytes", "100000"])
-    killed = 0
-    while process.poll() is None and killed < 2:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if any((tmp_path / "out").glob("states/*/part-*")) and "spawn_main" in " ".join(child.cmdline()):
-                child.kill()
-                killed += 1
-                break
-        time.sleep(0.05)
-    assert process.wait(timeout=120) == 0
-    assert killed
+    process = subprocess.Popen([*HEADFRAME, "run", str(job), "--workers", "2", "--part-bytes", "50000"])
+    killed = set()
+    while process.poll() is None and len(killed) < 2:
+        # Workers exist once the plan does; both are killed, one while it starts and one while it works.
+        if (tmp_path / "out/plan.json").exists():
+            for child in psutil.Process(process.pid).children():
+                with suppress(psutil.Error):
+                    if child.pid not in killed and "spawn_main" in " ".join(child.cmdline()):
+                        child.kill()
+                        killed.add(child.pid)
+                        break
+        time.sleep(0.2)
+    assert process.wait(timeout=180) == 0
+    assert len(killed) == 2
     headframe("verify", tmp_path / "out")
 
 
