@@ -60,7 +60,8 @@ LABEL org.opencontainers.image.description="Lifts hidden states out of language 
       org.opencontainers.image.vendor="The Headframe authors" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.base.name="${BASE}"
-# A read-only root is enough: what a process writes goes to the volumes at /tmp and /cache.
+# A read-only root is enough: what a process writes goes to the volumes at /tmp and /cache. The user has no entry in
+# /etc/passwd, so LOGNAME names it where a library asks.
 ENV PATH=/opt/headframe-code/bin:/opt/headframe/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 USER 10001:10001
 WORKDIR /tmp
@@ -70,6 +71,7 @@ FROM runtime AS operator
 LABEL org.opencontainers.image.title="headframe-operator"
 COPY --from=operator-dependencies /opt/headframe /opt/headframe
 COPY --from=operator-code /opt/headframe-code /opt/headframe-code
+ENV LOGNAME=headframe
 ARG REVISION=unknown
 LABEL org.opencontainers.image.revision="${REVISION}"
 ENTRYPOINT ["headframe-operator"]
@@ -80,7 +82,7 @@ COPY --from=worker-dependencies /opt/headframe /opt/headframe
 COPY --from=triton-driver /triton/driver.so /opt/triton/driver.so
 COPY --chmod=0755 worker/image/prebuilt-cc /opt/triton/prebuilt-cc
 COPY --from=worker-code /opt/headframe-code /opt/headframe-code
-ENV CC=/opt/triton/prebuilt-cc \
+ENV CC=/opt/triton/prebuilt-cc LOGNAME=headframe \
     HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor
 ARG REVISION=unknown
 LABEL org.opencontainers.image.revision="${REVISION}"
