@@ -51,10 +51,11 @@ def namespace(installed: Installed) -> Iterator[str]:
         yield name
 
 
-def apply_example(installed: Installed, namespace: str, name: str = "cluster-quickstart") -> None:
+def apply_example(installed: Installed, namespace: str, name: str = "cluster-quickstart", limit: int = 48) -> None:
     job = yaml.safe_load(EXAMPLE.read_text())
     job["metadata"] |= {"name": name, "namespace": namespace}
     job["spec"]["output"]["uri"] = OUTPUT.format(name=name)
+    job["spec"]["dataset"]["limit"] = limit
     installed.cluster.apply(job)
 
 
@@ -141,44 +142,33 @@ def test_the_quickstart_succeeds_and_prometheus_sees_it(installed: Installed, na
 
 
 def test_disruptions_change_nothing(installed: Installed, namespace: str) -> None:
-    """A worker deleted, the operator restarted, the node drained and back: the same output, and no failure is counted."""
-    cluster = installed.cluster
-    apply_example(installed, namespace, "disrupted")
+    """A worker deleted, the operator restarted, the node drained, the store gone for a while: whole output, no failure counted."""
+    cluster, name = installed.cluster, "disrupted"
+    apply_example(installed, namespace, name, limit=96)
     cluster.kubectl("delete", "pod", wait_for_worker(installed, namespace), "-n", namespace, "--wait=false")
     cluster.kubectl("rollout", "restart", "deployment/headframe", "-n", NAMESPACE)
     wait_for_worker(installed, namespace)
     cluster.kubectl("cordon", NODE_NAME)
     try:
-        drain = [
-            "--pod-selector=headframe.dev/stage=extract",
-            "--delete-emptydir-data",
-            "--ignore-daemonsets",
-            "--timeout=120s",
-        ]
-        cluster.kubectl("drain", NODE_NAME, *drain)
+        selector = "--pod-selector=headframe.dev/stage=extract"
+        cluster.kubectl("drain", NODE_NAME, selector, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=180s")
     finally:
         cluster.kubectl("uncordon", NODE_NAME)
     cluster.kubectl("rollout", "status", "deployment/headframe", "-n", NAMESPACE, "--timeout=180s")
-    job = wait_for_success(installed, namespace, "disrupted")
-    assert job["status"]["shards"]["failed"] == 0
-    verify(installed, "disrupted")
-
-
-def test_an_outage_of_the_store_is_waited_out(installed: Installed, namespace: str) -> None:
-    apply_example(installed, namespace, "outage")
     wait_for_worker(installed, namespace)
     installed.s3.stop()
     try:
 
         def told() -> bool:
-            status = installed.cluster.get("xj", "outage", namespace)["status"]
-            return any(c["reason"] == "WorkerWaiting" for c in status["conditions"])
+            conditions = cluster.get("xj", name, namespace)["status"]["conditions"]
+            return any(condition["reason"] == "WorkerWaiting" for condition in conditions)
 
-        wait_until(told, timeout_seconds=300, poll_seconds=1)
+        wait_until(told, timeout_seconds=300, poll_seconds=0.5)
     finally:
         installed.s3.start()
-    wait_for_success(installed, namespace, "outage")
-    verify(installed, "outage")
+    job = wait_for_success(installed, namespace, name)
+    assert job["status"]["shards"]["failed"] == 0
+    verify(installed, name)
 
 
 def test_helm_test_passes(installed: Installed) -> None:
