@@ -34,7 +34,9 @@ def test_invalid_manifests_are_refused_by_field(spec: Json, field: str) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_valid(path: Path) -> None:
-    assert parse_job(yaml.safe_load(path.read_text()))
+    jobs = [document for document in yaml.safe_load_all(path.read_text()) if document["kind"] == "ExtractionJob"]
+    assert jobs
+    assert all(parse_job(job) for job in jobs)
 
 
 def test_all_errors_come_at_once() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from headframe_api.exit_codes import ExitCode
@@ -16,10 +18,15 @@ class StopWish:
         self.event = threading.Event()
         self.exit_code = ExitCode.TERMINATED
 
-    def install(self) -> None:
-        """Handle SIGTERM and SIGINT from now on. Call it in the main thread."""
-        signal.signal(signal.SIGTERM, self._wish)
-        signal.signal(signal.SIGINT, self._wish)
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGINT in this block. Enter it in the main thread."""
+        before = {number: signal.signal(number, self._wish) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _wish(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -58,10 +58,10 @@ def run_stage(
     """
     set_up_log()
     meter, stop = Meter(stage), StopWish()
-    stop.install()
     started = time.monotonic()
     try:
         with (
+            stop.heard(),
             _served(meter, port),
             tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder,
         ):

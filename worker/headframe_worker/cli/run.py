@@ -51,11 +51,13 @@ def command(
     manifest = load_job(job)
     set_up_log()
     stop = StopWish()
-    stop.install()
     from headframe_worker.run.job import RunOptions, run_job
     from headframe_worker.run.summary import print_summary
 
-    with tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder:
+    with (
+        stop.heard(),
+        tempfile.TemporaryDirectory(prefix="headframe-", dir=scratch, ignore_cleanup_errors=True) as folder,
+    ):
         options = RunOptions(Path(folder), workers, fresh, part_bytes, quiet, port)
         note = (lambda _text: None) if quiet else print_note
         try:

@@ -88,7 +88,7 @@ def _extract(
     todo = [shard.index for shard in plan.shards if shard.index not in committed]
     if not todo:
         return
-    output.clean_up(STATES_PREFIX)
+    output.clean_up()
     if committed:
         note(f"{len(committed)} of {len(plan.shards)} shards are done already; going on with the rest")
     devices = worker_devices(job.spec, len(todo), options.workers)

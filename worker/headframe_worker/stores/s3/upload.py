@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -167,8 +167,9 @@ class Uploader:
             _Part(upload_id, number, start, min(start + size, buffers.size_bytes))
             for number, start in enumerate(range(0, buffers.size_bytes, size), 1)
         ]
-        futures = [self._pool.submit(self._send_part, write, buffers, part) for part in parts]
+        futures: list[Future[tuple[dict[str, Any], int]]] = []
         try:
+            futures.extend(self._submit(write, buffers, part) for part in parts)
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
@@ -183,6 +184,13 @@ class Uploader:
             entries.append(entry)
             checksum = combine_crc64nvme(checksum, part_checksum, part.stop - part.start)
         return entries, checksum
+
+    def _submit(self, write: Write, buffers: Buffers, part: _Part) -> Future[tuple[dict[str, Any], int]]:
+        try:
+            return self._pool.submit(self._send_part, write, buffers, part)
+        except RuntimeError:  # the pool ended: the store was closed meanwhile
+            self._requests.check_open("UploadPart", write.where)
+            raise
 
     def _send_part(self, write: Write, buffers: Buffers, part: _Part) -> tuple[dict[str, Any], int]:
         """Send one part; its entry for CompleteMultipartUpload, and its checksum."""
