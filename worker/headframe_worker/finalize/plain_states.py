@@ -23,9 +23,11 @@ class PlainStates:
     """A model that gives the states of a plan's slots, sample by sample."""
 
     def __init__(self, plan: Plan, files: ModelFiles, *, attention: str, device: torch.device) -> None:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds to import; only --deep needs it)
+        from transformers import AutoModelForCausalLM, GgufConfig  # noqa: PLC0415  (seconds to import; only --deep needs it)
 
         arguments: dict[str, Any] = files.loading_arguments()
+        if files.gguf_file is not None:
+            arguments["quantization_config"] = GgufConfig(dequantize=True)  # the weights that extract computes with
         if attention != "auto":
             arguments["attn_implementation"] = attention
         model = AutoModelForCausalLM.from_pretrained(files.directory, dtype=_TORCH_DTYPE[plan.model.dtype], **arguments)
