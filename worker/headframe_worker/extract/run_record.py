@@ -9,18 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
+from types import TracebackType
+from typing import Self
 
 from headframe_api.manifests import ExtractionRun, Throughput
 from headframe_worker.engine.engine import EngineFacts
 from headframe_worker.meter import Meter
 
+_STRETCH_SECONDS = 2.0
 _MOST_STRETCHES = 240
+"""Beyond, neighbours are joined: a long shard is drawn as finely as a short one."""
 _PACKAGES = ("headframe-worker", "torch", "transformers", "flash-linear-attention", "triton")
 
 
 @dataclass
 class RunRecord:
-    """Filled while a process works on one shard."""
+    """Filled while a process works on one shard: a context manager around that work."""
 
     meter: Meter
     started_at: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
@@ -30,14 +34,39 @@ class RunRecord:
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._stretches: list[Throughput] = []
+        self._end = threading.Event()
         meter = self.meter
         self._seconds_before = dict(meter.seconds)
         self._before = (meter.tokens, meter.padded_tokens, meter.out_of_memory_retries)
+        self._last = (meter.tokens, meter.samples)
 
-    def committed(self, part: int, *, tokens: int, samples: int) -> None:
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="headframe-throughput", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._add_stretch()
+
+    def committed(self, part: int) -> None:
         """This process committed a part. May be called from any thread."""
         with self._lock:
             self.parts.append(part)
+
+    def _watch(self) -> None:
+        while not self._end.wait(_STRETCH_SECONDS):
+            self._add_stretch()
+
+    def _add_stretch(self) -> None:
+        """What was computed since the last stretch; nothing where nothing was."""
+        with self._lock:
+            now = (self.meter.tokens, self.meter.samples)
+            tokens, samples = now[0] - self._last[0], now[1] - self._last[1]
+            if not tokens:
+                return
+            self._last = now
             seconds = round(time.monotonic() - self._start, 3)
             self._stretches.append(Throughput(seconds=seconds, tokens=tokens, samples=samples))
             if len(self._stretches) > _MOST_STRETCHES:

@@ -97,7 +97,8 @@ class Extractor:
                 samples_done=sum(part.samples for part in work.entries.values()),
                 tokens_done=sum(part.tokens for part in work.entries.values()),
             )
-            work.compute(engine, record)
+            with record:
+                work.compute(engine, record)
             load_seconds = 0.0 if self._load_is_told else engine.facts.load_seconds
             self._load_is_told = True
             runs = [record.finish(engine.facts, load_seconds=load_seconds, batch_tokens=engine.batch_tokens)]
@@ -230,7 +231,7 @@ class _ShardWork:
         extractor.meter.uploaded(size_bytes=written.size_bytes, seconds=perf_counter() - started)
         if written.created:
             entry = decode_header(bytes(buffers[0]), where=part_key(self.shard.index, filled.part)).entry
-            self.record.committed(filled.part, tokens=entry.tokens, samples=entry.samples)
+            self.record.committed(filled.part)
         else:
             entry = committed_part(extractor.plan, self.shard.index, self.planned[filled.part], extractor.output)
         with self._lock:
