@@ -31,7 +31,7 @@ _FORBIDDEN = re.compile(r'User "system:serviceaccount:[^"]*" cannot')
 
 def install_crd(cluster: ClusterAccess) -> None:
     """Install the CRD and wait until its resources are served."""
-    cluster.kubectl("apply", "--server-side", "-f", str(CRD))
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))  # Helm may have had it before
     cluster.kubectl("wait", "--for=condition=Established", "crd/extractionjobs.headframe.dev", "--timeout=60s")
 
 
