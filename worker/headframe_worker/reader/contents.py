@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from headframe_api.errors import ConfigError
-from headframe_api.manifests import DatasetManifest
 from headframe_api.names import part_key
 from headframe_worker.reader.dataset import StatesDataset
 
@@ -43,11 +42,6 @@ class SampleContents:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
-
-
-def speculators_layer_ids(manifest: DatasetManifest) -> list[int]:
-    """The kept layers as `speculators train --target-layer-ids` numbers them (as Hugging Face's tuple does: k + 1)."""
-    return list(manifest.states.hugging_face_indexes)
 
 
 def sample_contents(dataset: StatesDataset, row: int, tokenizer: Any = None) -> SampleContents:
