@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from headframe_worker.engine.parts import FilledPart, TokenPart
 from headframe_worker.engine.pipeline import Pipeline
 from headframe_worker.engine.self_check import check_stack
 from headframe_worker.engine.states import TORCH_DTYPE
+from headframe_worker.engine.structure import DecoderStack
 from headframe_worker.meter import Meter
 
 
@@ -46,6 +48,23 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
+class StartSeconds:
+    """What making a model ready takes, step by step."""
+
+    weights: float
+    fusions: float
+    """Building fused modules and checking them; their kernels compile here unless a cache has them."""
+    self_check: float
+    warm_up: float
+    """Finding the budget with the most demanding batch; nothing on the CPU."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.fusions + self.self_check + self.warm_up
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """How this engine computes, for the manifest."""
 
@@ -54,8 +73,12 @@ class EngineFacts:
     fusions: FusionReport
     slow_path: tuple[str, ...]
     self_check_error: float
-    load_seconds: float
-    """Weights, fusions, self-check and warm-up together."""
+    start_seconds: StartSeconds
+
+    @property
+    def load_seconds(self) -> float:
+        """From the call to a model that is ready."""
+        return self.start_seconds.total
 
 
 class Engine:
@@ -68,7 +91,7 @@ class Engine:
 
         Raises ConfigError for a checkpoint or a model that cannot be used.
         """
-        started = time.perf_counter()
+        times = [time.perf_counter()]
         self._open = ExitStack()
         layout, device = settings.states, settings.device
         meter.set_state("loading")
@@ -83,6 +106,7 @@ class Engine:
             last_layer=max([0, *layout.layers]) if layout.last == "none" else None,
         )
         _check_against_plan(stack.num_layers, layout)
+        times.append(time.perf_counter())
         meter.set_state("warming")
         if device.type == "cpu":
             self._open.enter_context(torch_reference(stack.model))
@@ -90,15 +114,18 @@ class Engine:
         else:
             self._open.enter_context(nothing_packed())
             fusions = apply_fusions(stack.model, device=device) if settings.fuse else FusionReport((), {})
+        times.append(time.perf_counter())
         slow = tuple(slow_path(stack.model))
         capture = Capture(stack, layers=layout.layers, last=layout.last)
         _check_ids(samples, stack.vocab_size)
         error = check_stack(capture, samples, layout.slot_names)
+        times.append(time.perf_counter())
         budget = TokenBudget(settings.batch_tokens or default_tokens(device))
         stored = TORCH_DTYPE[layout.dtype]
         lengths = [len(sample) for sample in samples]
         if settings.batch_tokens is None and device.type == "cuda":
             meter.count_retry("out_of_memory_retries", fit(budget, capture, np.concatenate(samples), lengths, stored))
+        times.append(time.perf_counter())
         self._budget = budget
         self._pipeline = Pipeline(
             capture,
@@ -117,10 +144,15 @@ class Engine:
             fusions=fusions,
             slow_path=slow,
             self_check_error=error,
-            load_seconds=time.perf_counter() - started,
+            start_seconds=StartSeconds(*(end - start for start, end in itertools.pairwise(times))),
         )
         meter.model_load_seconds = self.facts.load_seconds
         meter.slow_path = slow
+
+    @property
+    def stack(self) -> DecoderStack:
+        """The model as it computes here: fused, with its hooks, which do nothing outside `run`."""
+        return self._pipeline.capture.stack
 
     @property
     def batch_tokens(self) -> int:

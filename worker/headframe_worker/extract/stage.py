@@ -55,7 +55,9 @@ class Extractor:
         meter: Meter,
         stop: threading.Event,
         grace_seconds: float = GRACE_SECONDS,
+        engine: Engine | None = None,
     ) -> None:
+        """`engine`: one that is ready for this model and these layers; without it, one is made where it is needed."""
         self.job = job
         self.plan = plan
         self.output = output
@@ -64,18 +66,19 @@ class Extractor:
         self.meter = meter
         self.stop = stop
         self.grace_seconds = grace_seconds
-        self._engine: Engine | None = None
+        self._engine = engine
         self._load_is_told = False
 
-    def load(self, shard: int | None = None) -> None:
+    def load(self, shard: int | None = None) -> Engine | None:
         """Make the model ready, on samples of this shard or of the first that has any. `run` does it where it is needed.
 
-        Raises ConfigError where the model cannot be used.
+        Returns None where there are no samples. Raises ConfigError where the model cannot be used.
         """
         candidates = [entry for entry in self.plan.shards if entry.samples and shard in (None, entry.index)]
         if self._engine is None and candidates:
             tokens = self._tokens(candidates[0])
             self._load(tokens, shard_parts(self.plan, tokens.seq_len)[0])
+        return self._engine
 
     def run(self, shard: int) -> ShardManifest:
         """Compute what is missing of a shard and commit it; the manifest as it stands in the store.
