@@ -92,7 +92,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         source = tiny_models.smollm2_gguf()
         checkpoint, vocabulary = Checkpoint(source.parent, source.name), 49_000
     samples = chat_like(arguments.tokens, vocabulary)
-    stack = load_stack(checkpoint, device=CPU, dtype=torch.float32)
+    stack = load_stack(checkpoint, devices=[CPU], dtype=torch.float32)
 
     def prepared(index: int) -> Extractor:
         job, plan, store = write_prepared(
@@ -107,7 +107,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             job,
             plan,
             store,
-            device=CPU,
+            devices=[CPU],
             scratch=folder,
             meter=Meter("extract"),
             stop=threading.Event(),

@@ -80,13 +80,14 @@ def extractor(
     meter: Meter | None = None,
     stop: threading.Event | None = None,
     grace_seconds: float = 20.0,
+    devices: Sequence[torch.device] = (torch.device("cpu"),),
 ) -> Extractor:
-    """An extractor on the CPU."""
+    """An extractor, on the CPU unless told otherwise."""
     return Extractor(
         job,
         plan,
         store,
-        device=torch.device("cpu"),
+        devices=devices,
         scratch=store.directory / "scratch",
         meter=meter or Meter("extract"),
         stop=stop or threading.Event(),

@@ -78,6 +78,14 @@ class Throughput(DiskModel):
     samples: int
 
 
+class StagePlacement(DiskModel):
+    """The layers of one GPU where a replica is spread over several; first and last are 0-based and both included."""
+
+    device: str
+    first_layer: int
+    last_layer: int
+
+
 class ExtractionRun(DiskModel):
     """How a shard was computed: one entry for each process that committed parts of it."""
 
@@ -85,7 +93,9 @@ class ExtractionRun(DiskModel):
     wall_seconds: float
     model_load_seconds: float
     device: str
-    """Such as `NVIDIA H200` or `CPU`."""
+    """Such as `NVIDIA H200`, `2 x NVIDIA H200` or `CPU`."""
+    placement: list[StagePlacement] = Field(default_factory=list)
+    """How the layers are spread over the GPUs of one replica; empty for one device."""
     versions: dict[str, str]
     attention: str
     fusions: list[str] = Field(default_factory=list)

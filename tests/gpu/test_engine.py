@@ -75,7 +75,7 @@ def open_engine(
         last_layer=tiny_models.LAYERS - 1,
         dtype=stored,
     )
-    settings = EngineSettings(Checkpoint(directory), device, dtype, layout, batch_tokens=batch_tokens, fuse=fuse)
+    settings = EngineSettings(Checkpoint(directory), [device], dtype, layout, batch_tokens=batch_tokens, fuse=fuse)
     first = parts[0]
     samples: list[NDArray[np.int32]] = np.split(first.token_ids, np.cumsum(first.lengths)[:-1])
     return Engine(settings, samples, meter=meter or Meter("extract"), stop=threading.Event())

@@ -31,7 +31,7 @@ def command(
     """Compute one shard's hidden states and write its parts; go on where an earlier run stopped."""
     from headframe_worker.cli.pod_stage import StageProcess, completed, run_stage
     from headframe_worker.documents import read_plan
-    from headframe_worker.engine.loading import choose_device
+    from headframe_worker.engine.loading import choose_devices
     from headframe_worker.extract.stage import Extractor
     from headframe_worker.job_file import load_job
     from headframe_worker.stores.observer import tell
@@ -46,7 +46,7 @@ def command(
             job,
             read_plan(output),
             output,
-            device=choose_device(job.spec.model.gpus),
+            devices=choose_devices(job.spec.model.gpus),
             scratch=process.scratch,
             meter=process.meter,
             stop=process.stop.event,

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from headframe_worker.engine.batches import cut_batches, pad_right
 from headframe_worker.engine.capture import Capture
-from headframe_worker.engine.states import StatesTensors
+from headframe_worker.engine.staging import StagedBatch
 
 GPU_TOKENS = 16_384
 """Throughput is flat from about 4,096 tokens on; more only makes the pipeline's steps coarser."""
 CPU_TOKENS = 512
 """Enough to keep a CPU's cores at their peak; more would only add padding."""
-STAGED_BATCHES = 3
-"""Batches whose states lie on the device at the same time: one computed, one copied, one waiting."""
+_STAGED_BATCHES = 3
+"""Batches whose states lie on one device at the same time: one computed, one copied, one waiting."""
 
 
 class TokenBudget:
@@ -41,6 +41,11 @@ def default_tokens(device: torch.device) -> int:
     return GPU_TOKENS if device.type == "cuda" else CPU_TOKENS
 
 
+def staged_batches(capture: Capture) -> int:
+    """Batches whose states lie on the last device at the same time: each other device has one more in the works."""
+    return _STAGED_BATCHES + len(capture.devices) - 1
+
+
 def fit(
     budget: TokenBudget,
     capture: Capture,
@@ -58,33 +63,32 @@ def fit(
         batch = cut_batches(lengths, budget.tokens)[0]
         if _goes_through(capture, token_ids[: batch.tokens], np.asarray(lengths[: batch.samples], np.int64), dtype):
             return failures
-        release_memory(capture.stack.device)
+        release_memory(capture.devices)
         if batch.samples == 1:
             return failures
         failures += 1
         budget.shrink(batch.padded_tokens)
 
 
-def release_memory(device: torch.device) -> None:
+def release_memory(devices: Sequence[torch.device]) -> None:
     """Give cached blocks back, so that differently sized ones can be made of them."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    if devices[0].type == "cuda":
+        torch.cuda.empty_cache()  # of all devices
 
 
 def _goes_through(
     capture: Capture, token_ids: NDArray[np.int32], lengths: NDArray[np.int64], dtype: torch.dtype
 ) -> bool:
-    device = capture.stack.device
     try:
-        ids, places = (torch.from_numpy(array).to(device) for array in pad_right(token_ids, lengths))
-        staged = [
-            StatesTensors.empty(len(places), capture.slots, capture.hidden_size, dtype, device)
-            for _ in range(STAGED_BATCHES)
-        ]
-        capture.run(ids, lambda slot, hidden: staged[0].put(slot, hidden, places))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        ids, places = pad_right(token_ids, lengths)
+        staged = [StagedBatch(capture, places, len(places), dtype) for _ in range(staged_batches(capture))]
+        capture.run(torch.from_numpy(ids).to(capture.devices[0]), staged[0].put)
+        for device in capture.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

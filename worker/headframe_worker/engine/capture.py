@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headframe_api.errors import ConfigError
+from headframe_worker.engine.spread import Ways
 from headframe_worker.engine.structure import DecoderStack
 
 Sink = Callable[[int, Tensor], None]
@@ -23,9 +24,16 @@ class Capture:
     """A stack with its hooks in place. One forward at a time."""
 
     def __init__(
-        self, stack: DecoderStack, *, layers: Sequence[int], last: Literal["preNorm", "postNorm", "none"]
+        self,
+        stack: DecoderStack,
+        *,
+        layers: Sequence[int],
+        last: Literal["preNorm", "postNorm", "none"],
+        ways: Ways | None = None,
     ) -> None:
+        """`ways`: how the stack is spread over several devices, where it is."""
         self.stack = stack
+        self.ways = ways
         self.slots = len(layers) + (last != "none")
         self.hidden_size = stack.hidden_size
         self._sink: Sink | None = None
@@ -35,7 +43,25 @@ class Capture:
             wanted.setdefault(layer, []).append(slot)
         if last == "preNorm":
             wanted.setdefault(stack.num_layers - 1, []).append(len(layers))
+        placement = None if ways is None else ways.placement
+        self._elsewhere = frozenset(
+            slot for slot, layer in enumerate(layers) if placement and placement.stage_of(layer) != placement.last_stage
+        )
         self._hooks = [self._hook(layer, slots) for layer, slots in wanted.items()]
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where the stack computes: token ids go to the first."""
+        return (self.stack.device,) if self.ways is None else self.ways.placement.devices
+
+    @property
+    def last_device(self) -> torch.device:
+        """Where a batch's states come together."""
+        return self.devices[-1]
+
+    def is_last_stage(self, slot: int) -> bool:
+        """Whether a slot's states arise where they come together."""
+        return slot not in self._elsewhere
 
     @torch.inference_mode()
     def run(self, input_ids: Tensor, sink: Sink) -> None:

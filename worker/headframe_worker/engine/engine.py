@@ -22,7 +22,9 @@ from headframe_worker.engine.fusion import FusionReport, apply_fusions, nothing_
 from headframe_worker.engine.loading import Checkpoint, load_stack
 from headframe_worker.engine.parts import FilledPart, TokenPart
 from headframe_worker.engine.pipeline import Pipeline
+from headframe_worker.engine.placement import Placement
 from headframe_worker.engine.self_check import check_stack
+from headframe_worker.engine.spread import spread
 from headframe_worker.engine.states import TORCH_DTYPE
 from headframe_worker.engine.structure import DecoderStack
 from headframe_worker.meter import Meter
@@ -33,7 +35,8 @@ class EngineSettings:
     """What decides how the states are computed."""
 
     checkpoint: Checkpoint
-    device: torch.device
+    devices: Sequence[torch.device]
+    """One, or several that the layers are spread over."""
     dtype: torch.dtype
     """What the forward computes in."""
     states: StatesLayout
@@ -69,6 +72,8 @@ class EngineFacts:
     """How this engine computes, for the manifest."""
 
     device: str
+    placement: Placement | None
+    """How the layers are spread; None on one device."""
     attention: str
     fusions: FusionReport
     slow_path: tuple[str, ...]
@@ -93,13 +98,13 @@ class Engine:
         """
         times = [time.perf_counter()]
         self._open = ExitStack()
-        layout, device = settings.states, settings.device
+        layout, device = settings.states, settings.devices[0]
         meter.set_state("loading")
         if settings.dtype == torch.float32:
             torch.backends.cudnn.allow_tf32 = False  # convolutions would round to 10 bits
         stack = load_stack(
             settings.checkpoint,
-            device=device,
+            devices=settings.devices,
             dtype=settings.dtype,
             attention=settings.attention,
             trust_remote_code=settings.trust_remote_code,
@@ -110,13 +115,15 @@ class Engine:
         meter.set_state("warming")
         if device.type == "cpu":
             self._open.enter_context(torch_reference(stack.model))
-            fusions = FusionReport((), {})
         else:
             self._open.enter_context(nothing_packed())
-            fusions = apply_fusions(stack.model, device=device) if settings.fuse else FusionReport((), {})
+        ways = None if stack.placement is None else spread(stack, stack.placement)
+        fusions = FusionReport((), {})
+        if device.type == "cuda" and settings.fuse:
+            fusions = apply_fusions(stack.model, device=device)
         times.append(time.perf_counter())
         slow = tuple(slow_path(stack.model))
-        capture = Capture(stack, layers=layout.layers, last=layout.last)
+        capture = Capture(stack, layers=layout.layers, last=layout.last, ways=ways)
         _check_ids(samples, stack.vocab_size)
         error = check_stack(capture, samples, layout.slot_names)
         times.append(time.perf_counter())
@@ -139,7 +146,8 @@ class Engine:
         self.vocab_size = stack.vocab_size
         config: Any = stack.model.config
         self.facts = EngineFacts(
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            device=_name(settings.devices),
+            placement=stack.placement,
             attention=str(config._attn_implementation or "none"),  # noqa: SLF001  # Transformers has no public name for it
             fusions=fusions,
             slow_path=slow,
@@ -167,6 +175,11 @@ class Engine:
         """Release the buffers and undo what was set for this engine; the model goes with the last reference."""
         self._pipeline.close()
         self._open.close()
+
+
+def _name(devices: Sequence[torch.device]) -> str:
+    name = torch.cuda.get_device_name(devices[0]) if devices[0].type == "cuda" else "CPU"
+    return name if len(devices) == 1 else f"{len(devices)} x {name}"
 
 
 def _check_against_plan(num_layers: int, layout: StatesLayout) -> None:

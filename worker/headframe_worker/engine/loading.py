@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headframe_api.errors import ConfigError
+from headframe_worker.engine.placement import Placement, layer_costs, place, refuse_shared_weights
 from headframe_worker.engine.structure import DecoderStack, prune
 from headframe_worker.engine.weights import load_safetensors, read_entries
 
@@ -41,33 +44,39 @@ class Checkpoint:
         return str(self.directory / self.gguf_file if self.gguf_file else self.directory)
 
 
-def choose_device(gpus: int) -> torch.device:
-    """Where a replica runs: the CPU for 0 GPUs, else this process' first. Raises ConfigError where GPUs are asked for and none is there."""
+def choose_devices(gpus: int) -> tuple[torch.device, ...]:
+    """Where a replica runs: the CPU for 0 GPUs, else this process' first ones. Raises ConfigError where there are too few."""
     if gpus == 0:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+        return (torch.device("cpu"),)
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if visible == 0:
         raise ConfigError(
             f"spec.model.gpus: {gpus}, but this machine has no usable CUDA device; set spec.model.gpus to 0 to run on the CPU",
             reason="NoGpu",
         )
-    return torch.device("cuda", torch.cuda.current_device())
+    if visible < gpus:
+        raise ConfigError(
+            f"spec.model.gpus: {gpus}, but this process sees {visible}; ask for {gpus} GPUs a pod, or lower spec.model.gpus",
+            reason="NoGpu",
+        )
+    return tuple(torch.device("cuda", index) for index in range(gpus))
 
 
 def load_stack(
     checkpoint: Checkpoint,
     *,
-    device: torch.device,
+    devices: Sequence[torch.device],
     dtype: torch.dtype,
     attention: str = "auto",
     trust_remote_code: bool = False,
     last_layer: int | None = None,
 ) -> DecoderStack:
-    """Load the decoder stack of a checkpoint, in eval mode and without gradients.
+    """Load the decoder stack of a checkpoint, in eval mode and without gradients, its layers spread over the devices.
 
     `last_layer`: 0-based, the last layer that is needed; later ones are never allocated. None keeps all.
 
     Raises ConfigError for an architecture that is unknown or no decoder, a damaged file, a weight that misses, has another
-    shape, or has no place in the layers.
+    shape, or has no place in the layers; for a model that cannot be spread.
     """
     files = [] if checkpoint.gguf_file else _weight_files(checkpoint.directory)
     for file in files:
@@ -83,14 +92,21 @@ def load_stack(
         options |= {"gguf_file": checkpoint.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     built: list[DecoderStack] = []
     try:
-        with _quiet(), one_gguf_name_map() if checkpoint.gguf_file else nullcontext():
-            tensors = _on_device(files, device)
+        with ExitStack() as around:
+            around.enter_context(_quiet())
+            if checkpoint.gguf_file:
+                around.enter_context(one_gguf_name_map())
+            destinations = _Destinations(None, devices[0], {})
+            if len(devices) > 1:
+                around.enter_context(_no_dispatch())
+                destinations = _spread(model_class, config, devices, last_layer)
+            tensors = _on_devices(files, devices, destinations)
             loaded: Any = _pruned_class(model_class, last_layer, built).from_pretrained(
                 None if tensors else checkpoint.directory,
                 state_dict=tensors,
                 config=config,
                 dtype=dtype,
-                device_map={"": device},
+                device_map=destinations.device_map,
                 ignore_mismatched_sizes=True,  # they are refused below, all at once
                 local_files_only=True,
                 output_loading_info=True,
@@ -98,8 +114,8 @@ def load_stack(
             )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"spec.model.source: the weights of {checkpoint} do not fit the memory of {device}; take a device with more "
-            "memory, or spec.model.gpus above 1",
+            f"spec.model.source: the weights of {checkpoint} do not fit the memory of {len(devices)} x {devices[0]}; take "
+            f"devices with more memory, or spec.model.gpus above {len(devices)}",
             reason="ModelTooLarge",
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
@@ -110,9 +126,50 @@ def load_stack(
     model, info = loaded
     _check_weights(checkpoint, model, built[-1], info)
     model.requires_grad_(False).eval()
-    if device.type == "cuda":
+    if devices[0].type == "cuda":
         torch.cuda.empty_cache()  # Transformers reserves the model's size once more before it loads
-    return built[-1]
+    return replace(built[-1], placement=destinations.placement)
+
+
+@dataclass(frozen=True)
+class _Destinations:
+    """The device of each weight: that of its layer, or the first for all others."""
+
+    placement: Placement | None
+    first: torch.device
+    by_layer_name: Mapping[str, torch.device]
+    """For the layers that are not on the first device: name of the layer in the model."""
+
+    @property
+    def device_map(self) -> dict[str, torch.device]:
+        """As Transformers wants it."""
+        return {"": self.first, **self.by_layer_name}
+
+    def device_of(self, name: str) -> torch.device:
+        """Of a tensor by its name in the checkpoint, which may begin otherwise than in the model."""
+        return next((self.by_layer_name[layer] for layer in self._candidates(name)), self.first)
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        for layer in self.by_layer_name:
+            path, _, number = layer.rpartition(".")
+            if f".{path.rpartition('.')[2]}.{number}." in f".{name}":
+                yield layer
+
+
+def _spread(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, devices: Sequence[torch.device], last_layer: int | None
+) -> _Destinations:
+    """Where the layers of such a model go, read off one without weights. Raises ConfigError where it cannot be spread."""
+    with torch.device("meta"):
+        model = model_class(copy.deepcopy(config))
+    stack = prune(model, last_layer=last_layer)
+    placement = place(layer_costs(stack.layers, stack.model.config), devices)
+    refuse_shared_weights(stack.layers, placement, type(stack.model).__name__)
+    path = next(name for name, module in model.named_modules() if module is stack.layers)
+    elsewhere = range(placement.bounds[1], len(stack.layers))
+    return _Destinations(
+        placement, devices[0], {f"{path}.{index}": placement.device_of(index) for index in elsewhere}
+    )
 
 
 class _Once:
@@ -126,11 +183,22 @@ class _Once:
         return tensor
 
 
-def _on_device(files: Sequence[Path], device: torch.device) -> dict[str, _Once] | None:
-    """All tensors of safetensors files on a GPU; None where Transformers' own reading is as good: it maps files into memory."""
-    if device.type != "cuda" or not files:
+def _on_devices(
+    files: Sequence[Path], devices: Sequence[torch.device], destinations: _Destinations
+) -> dict[str, _Once] | None:
+    """All tensors of safetensors files on their GPUs; None where Transformers' own reading is as good: it maps files into memory."""
+    if devices[0].type != "cuda" or not files:
         return None
-    return {name: _Once(tensor) for name, tensor in load_safetensors(files, device=device, dtype=None)}
+
+    def load(device: torch.device) -> dict[str, _Once]:
+        loaded = load_safetensors(
+            files, device=device, dtype=None, wanted=lambda name: destinations.device_of(name) == device
+        )
+        return {name: _Once(tensor) for name, tensor in loaded}
+
+    distinct = list(dict.fromkeys(devices))
+    with ThreadPoolExecutor(len(distinct), thread_name_prefix="weights-of") as pool:
+        return {name: tensor for part in pool.map(load, distinct) for name, tensor in part.items()}
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -158,6 +226,18 @@ def one_gguf_name_map() -> Iterator[None]:
         yield
     finally:
         gguf.get_tensor_name_map = make
+
+
+@contextmanager
+def _no_dispatch() -> Iterator[None]:
+    """Accelerate's hooks would move every layer's inputs anew and wait for the devices; `spread` does it instead."""
+    modeling: Any = transformers.modeling_utils
+    dispatch = modeling.accelerate_dispatch
+    modeling.accelerate_dispatch = lambda *_args, **_options: None
+    try:
+        yield
+    finally:
+        modeling.accelerate_dispatch = dispatch
 
 
 @contextmanager

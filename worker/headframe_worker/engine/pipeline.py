@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 
 from headframe_api.errors import DataError, StoppedError
 from headframe_worker.engine.batches import Batch, cut_batches, pad_right
-from headframe_worker.engine.budget import STAGED_BATCHES, TokenBudget, is_out_of_memory, release_memory
+from headframe_worker.engine.budget import TokenBudget, is_out_of_memory, release_memory, staged_batches
 from headframe_worker.engine.capture import Capture
 from headframe_worker.engine.channel import Channel, ClosedChannelError, T
 from headframe_worker.engine.part_buffer import PartBuffer
 from headframe_worker.engine.parts import FilledPart, TokenPart, fill
+from headframe_worker.engine.staging import StagedBatch, on_host
 from headframe_worker.engine.states import StatesTensors
 from headframe_worker.meter import Meter
 
@@ -74,7 +75,7 @@ class Pipeline:
         self.meter = meter
         self.stop = stop
         self.grace_seconds = grace_seconds
-        self.device = capture.stack.device
+        self.device = capture.last_device
         self.copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._buffers: list[PartBuffer] = []
 
@@ -112,8 +113,8 @@ class _Flow:
         self._write = write
         self._read: Channel[TokenPart] = Channel(_READ_AHEAD)
         self._free: Channel[PartBuffer] = Channel(_BUFFERS)
-        # One waits here, one is waited for, one was just started.
-        self._passing: Channel[_Passing] = Channel(STAGED_BATCHES - 2)
+        # One waits here, one is waited for, one was just started; and one more waits for each device more.
+        self._passing: Channel[_Passing] = Channel(staged_batches(pipeline.capture) - 2)
         self._full: Channel[tuple[FilledPart, PartBuffer]] = Channel(_BUFFERS)
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
@@ -253,30 +254,28 @@ class _Flow:
         target: StatesTensors,
         copy_stream: torch.cuda.Stream,
     ) -> tuple[StatesTensors | None, tuple[torch.cuda.Event, ...]]:
-        device = self._pipeline.device
-        with torch.cuda.device(device):
+        first, last = self._capture.devices[0], self._pipeline.device
+        with torch.cuda.device(last):
+            # All four on the last device: events of two devices have no time between them.
             started, computed, copying, copied = (
                 torch.cuda.Event(enable_timing=True, blocking=index == 3) for index in range(4)
             )
-            on_device = _upload(ids, device)
-            real = None if places is None else _upload(places, device)
-            count = target.states.shape[0]
-            staged = StatesTensors.empty(
-                count, self._capture.slots, self._capture.hidden_size, self._pipeline.dtype, device
-            )
             started.record()
-            self._capture.run(on_device, lambda slot, hidden: staged.put(slot, hidden, real))
+        with torch.cuda.device(first):
+            staged = StagedBatch(self._capture, places, target.states.shape[0], self._pipeline.dtype)
+            self._capture.run(on_host(ids, pinned=True).to(first, non_blocking=True), staged.put)
+        with torch.cuda.device(last):
             computed.record()
             with torch.cuda.stream(copy_stream):
                 copy_stream.wait_event(computed)
                 copying.record()
-                target.copy_from(staged)
+                target.copy_from(staged.states)
                 copied.record()
-        return staged, (started, computed, copying, copied)
+        return staged.states, (started, computed, copying, copied)
 
     def _shrink(self, part: TokenPart, batch: Batch) -> None:
         self._meter.count_retry("out_of_memory_retries")
-        release_memory(self._pipeline.device)
+        release_memory(self._capture.devices)
         if batch.samples == 1:
             row, length = int(part.rows[batch.first]), int(part.lengths[batch.first])
             raise DataError(
@@ -367,7 +366,3 @@ class _Flow:
             with self._meter.timed("write"):
                 self._write(filled)
             self._free.put(buffer)
-
-
-def _upload(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

@@ -106,7 +106,7 @@ def _check_numbering(
             index = {"embeddings": shift - 1, "last": count}.get(kind, int(number) + shift if number.isdigit() else -1)
             if name == "last.preNorm" or not 0 <= index < count + (name == "last.postNorm"):
                 continue  # Transformers does not give it
-            if not _error(states, named[index][0].float()) <= limit:
+            if not _error(states, named[index][0].float().to(states.device)) <= limit:
                 return name
         return None
 
@@ -144,7 +144,7 @@ def _run(capture: Capture, ids: NDArray[np.int64]) -> list[Tensor]:
     states: list[Tensor | None] = [None] * capture.slots
     capture.run(
         torch.from_numpy(ids).to(capture.stack.device),
-        lambda slot, hidden: states.__setitem__(slot, hidden[-1].float().clone()),
+        lambda slot, hidden: states.__setitem__(slot, hidden[-1].float().to(capture.stack.device, copy=True)),
     )
     return [slot for slot in states if slot is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ class StatesTensors:
     """[T, S, H] in the stored dtype."""
     measures: Tensor
     """[T, S, MEASURES] float32."""
-    scales: Tensor | None
+    scales: Tensor | None = None
     """[T, S] float32, float8 only: state = stored * scale."""
 
     @classmethod
@@ -68,6 +69,18 @@ class StatesTensors:
         scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
         self.scales[:, slot] = scale
         self.states[:, slot] = (wide / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+
+    def take(self, slot: int, other: StatesTensors) -> None:
+        """Copy the only slot of others, of the same device, into this one."""
+        for ours, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            ours[:, slot] = theirs[:, 0]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> StatesTensors:
+        """The tensors that `change` makes of these."""
+        return StatesTensors(*map(change, self._tensors()))
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.states, self.measures, *([] if self.scales is None else [self.scales])]
 
     def copy_from(self, other: StatesTensors) -> None:
         """Copy all tensors, asynchronously where one side is pinned host memory."""

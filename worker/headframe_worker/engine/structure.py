@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headframe_api.errors import ConfigError
+from headframe_worker.engine.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class DecoderStack:
     layers: nn.ModuleList
     num_layers: int
     """Decoder layers of the checkpoint; `layers` holds fewer where the last ones are not needed."""
+    placement: Placement | None = None
+    """Where the layers lie; None where all is on one device."""
 
     @property
     def hidden_size(self) -> int:

@@ -12,7 +12,7 @@ from importlib import metadata
 from types import TracebackType
 from typing import Self
 
-from headframe_api.manifests import ExtractionRun, Throughput
+from headframe_api.manifests import ExtractionRun, StagePlacement, Throughput
 from headframe_worker.engine.engine import EngineFacts
 from headframe_worker.meter import Meter
 
@@ -86,6 +86,7 @@ class RunRecord:
             wall_seconds=round(time.monotonic() - self._start, 3),
             model_load_seconds=round(load_seconds, 3),
             device=facts.device,
+            placement=_placement(facts),
             versions=versions(),
             attention=facts.attention,
             fusions=list(facts.fusions.applied),
@@ -100,6 +101,16 @@ class RunRecord:
             },
             throughput=list(self._stretches),
         )
+
+
+def _placement(facts: EngineFacts) -> list[StagePlacement]:
+    placement = facts.placement
+    if placement is None:
+        return []
+    return [
+        StagePlacement(device=str(device), first_layer=layers.start, last_layer=layers.stop - 1)
+        for device, layers in ((device, placement.layers(stage)) for stage, device in enumerate(placement.devices))
+    ]
 
 
 def versions() -> dict[str, str]:

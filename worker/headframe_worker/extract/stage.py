@@ -50,7 +50,7 @@ class Extractor:
         plan: Plan,
         output: Store,
         *,
-        device: torch.device,
+        devices: Sequence[torch.device],
         scratch: Path,
         meter: Meter,
         stop: threading.Event,
@@ -61,7 +61,7 @@ class Extractor:
         self.job = job
         self.plan = plan
         self.output = output
-        self.device = device
+        self.devices = devices
         self.scratch = scratch
         self.meter = meter
         self.stop = stop
@@ -145,7 +145,7 @@ class Extractor:
             budget = None if spec.batch_tokens == "auto" else spec.batch_tokens
             settings = EngineSettings(
                 checkpoint=Checkpoint(files.directory, files.gguf_file),
-                device=self.device,
+                devices=self.devices,
                 dtype=TORCH_DTYPE[plan.model.dtype],
                 states=plan.states,
                 attention=spec.model.attention,
@@ -153,7 +153,7 @@ class Extractor:
                 batch_tokens=budget,
                 grace_seconds=self.grace_seconds,
             )
-            samples = _first_samples(tokens, part, budget or default_tokens(self.device))
+            samples = _first_samples(tokens, part, budget or default_tokens(self.devices[0]))
             self._engine = Engine(settings, samples, meter=self.meter, stop=self.stop)
         return self._engine
 

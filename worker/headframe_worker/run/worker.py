@@ -85,7 +85,7 @@ def _work(
 ) -> None:
     import torch  # noqa: PLC0415  (the parent process never loads it)
 
-    from headframe_worker.engine.loading import choose_device  # noqa: PLC0415
+    from headframe_worker.engine.loading import choose_devices  # noqa: PLC0415
     from headframe_worker.extract.stage import Extractor  # noqa: PLC0415
     from headframe_worker.stores.observer import tell  # noqa: PLC0415
     from headframe_worker.stores.open import open_store  # noqa: PLC0415
@@ -95,9 +95,9 @@ def _work(
     meter = Meter("extract")
     StallWatch(meter).start()
     threading.Thread(target=_report, args=(meter, send), daemon=True).start()
-    device = choose_device(job.spec.model.gpus)
+    devices = choose_devices(job.spec.model.gpus)
     output = open_store(job.spec.output.uri, job.spec.s3, observer=tell(meter))
-    extractor = Extractor(job, plan, output, device=device, scratch=scratch, meter=meter, stop=stop)
+    extractor = Extractor(job, plan, output, devices=devices, scratch=scratch, meter=meter, stop=stop)
     extractor.load()
     send(Ready())
     while (shard := connection.recv()) is not None:
