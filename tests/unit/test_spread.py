@@ -13,16 +13,17 @@ import tiny_models
 import torch
 from prepared_output import extractor, random_samples, write_prepared
 from safetensors.torch import load_file
-from torch import nn
 
 from headframe_api.errors import ConfigError
 from headframe_api.manifests import StagePlacement
 from headframe_api.names import part_key
+from headframe_worker.engine.fusion import torch_reference
 from headframe_worker.engine.loading import Checkpoint, load_stack
 from headframe_worker.engine.placement import Placement, layer_costs, place
 from headframe_worker.engine.spread import spread
+from headframe_worker.engine.structure import DecoderStack, prune
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 8, 30, 31]
 
 
@@ -51,15 +52,10 @@ def test_the_busiest_device_has_as_little_as_possible(
 
 
 def test_experts_cost_what_a_token_sees_of_them() -> None:
-    stack = load_meta("qwen3_moe", num_experts=8, num_experts_per_tok=2)
-    dense = load_meta("qwen3_moe", num_experts=2, num_experts_per_tok=2)
-    router = 6 * 32  # the six experts more of which the router tells a token
-    assert layer_costs(stack.model.layers, stack.config)[0] == layer_costs(dense.model.layers, dense.config)[0] + router
-
-
-def load_meta(family: str, **overrides: Any) -> Any:
-    """A tiny model of the family; its weights do not matter."""
-    return tiny_models.build(family, **overrides)
+    many = tiny_models.build("qwen3_moe", num_experts=8, num_experts_per_tok=2).model
+    two = tiny_models.build("qwen3_moe", num_experts=2, num_experts_per_tok=2).model
+    router = 6 * 32  # it chooses among six experts more
+    assert layer_costs(many.layers, many.config)[0] == layer_costs(two.layers, two.config)[0] + router
 
 
 def stored(directory: Path, checkpoint: Path, stages: int, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -92,8 +88,7 @@ def test_spread_states_are_those_of_one_device(tmp_path: Path, family: str) -> N
     apart, placed_apart = stored(tmp_path / "three", tmp_path / "model", 3, **options)
     assert placed_alone.placement == []
     assert placed_apart.device == "3 x CPU"
-    assert [(stage.first_layer, stage.last_layer) for stage in placed_apart.placement][0][0] == 0
-    assert placed_apart.placement[-1].last_layer == tiny_models.LAYERS - 1
+    assert [stage.last_layer for stage in placed_apart.placement][-1] == tiny_models.LAYERS - 1
     assert alone.keys() == apart.keys()
     for name, expected in alone.items():
         assert torch.equal(apart[name], expected), name
@@ -138,21 +133,33 @@ def test_layers_that_share_weights_cannot_be_spread(tmp_path: Path) -> None:
     assert error.value.exit_code == 78
 
 
-class _Mixing(nn.Module):
-    """A layer whose device differs from what its neighbour left outside of it."""
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_nothing_stays_behind(family: str) -> None:
+    """Between two devices that refuse each other's tensors: the CPU, and the one that computes shapes only."""
+    stack, placement = over_cpu_and_meta(family)
+    with torch_reference(stack.model), torch.inference_mode():
+        spread(stack, placement)
+        output = stack.forward(torch.randint(3, tiny_models.VOCABULARY, (2, 9)))
+    assert output.last_hidden_state.device == META
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        raise RuntimeError("Expected all tensors to be on the same device")
+
+def test_a_model_that_hands_tensors_from_layer_to_layer_is_named() -> None:
+    """Late layers of Gemma 4 take keys and values of earlier ones, past the layers' arguments."""
+    stack, placement = over_cpu_and_meta(
+        "gemma4_text", head_dim=8, num_kv_shared_layers=3, layer_types=["sliding_attention", "full_attention"] * 3
+    )
+    with pytest.raises(ConfigError, match=r"Gemma4TextModel cannot be spread over 2 GPUs .*after layers\.3") as error:
+        spread(stack, placement)
+    assert error.value.exit_code == 78
 
 
-def test_a_model_that_mixes_layers_outside_of_them_is_named(tmp_path: Path) -> None:
-    """No such model can fail on one CPU: PyTorch's refusal of mixed devices is raised by hand."""
-    tiny_models.save("llama", tmp_path)
-    stack = load_stack(Checkpoint(tmp_path), devices=[CPU] * 2, dtype=torch.float32)
-    stack.layers[4].forward = _Mixing().forward
-    assert stack.placement is not None
-    with pytest.raises(ConfigError, match=r"LlamaModel cannot be spread over 2 GPUs .*after layers\.4: Expected all"):
-        spread(stack, stack.placement)
+def over_cpu_and_meta(family: str, **overrides: Any) -> tuple[DecoderStack, Placement]:
+    """A tiny model whose second half lies on the meta device."""
+    stack = prune(tiny_models.build(family, **overrides))
+    middle = len(stack.layers) // 2
+    for layer in stack.layers[middle:]:
+        layer.to(META)
+    return stack, Placement((CPU, META), (0, middle, len(stack.layers)))
 
 
 def test_a_placement_tells_itself() -> None:

@@ -157,7 +157,10 @@ class _Destinations:
 
 
 def _spread(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, devices: Sequence[torch.device], last_layer: int | None
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    devices: Sequence[torch.device],
+    last_layer: int | None,
 ) -> _Destinations:
     """Where the layers of such a model go, read off one without weights. Raises ConfigError where it cannot be spread."""
     with torch.device("meta"):
@@ -167,9 +170,7 @@ def _spread(
     refuse_shared_weights(stack.layers, placement, type(stack.model).__name__)
     path = next(name for name, module in model.named_modules() if module is stack.layers)
     elsewhere = range(placement.bounds[1], len(stack.layers))
-    return _Destinations(
-        placement, devices[0], {f"{path}.{index}": placement.device_of(index) for index in elsewhere}
-    )
+    return _Destinations(placement, devices[0], {f"{path}.{index}": placement.device_of(index) for index in elsewhere})
 
 
 class _Once:

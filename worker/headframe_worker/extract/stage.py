@@ -6,6 +6,7 @@ manifest, written last, commits the shard.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.tokens_file import TokensShard, read_tokens
 from headframe_worker.stores.base import Store
+
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0
 """How long after the wish to stop a part in flight may still be finished; Kubernetes kills a pod after 30 seconds."""
@@ -155,6 +158,8 @@ class Extractor:
             )
             samples = _first_samples(tokens, part, budget or default_tokens(self.devices[0]))
             self._engine = Engine(settings, samples, meter=self.meter, stop=self.stop)
+            if self._engine.facts.placement is not None:
+                logger.info("one replica on %d GPUs: %s", len(self.devices), self._engine.facts.placement)
         return self._engine
 
     def _manifest(self, shard: int) -> ShardManifest:
