@@ -536,7 +536,7 @@ from headframe_worker.stores.local import LocalStore
 
 for name in sys.argv[1:]:
     job, store = load_job(Path(name, "job.yaml")), LocalStore(Path(name, "output"))
-    extractor = Extractor(job, read_plan(store), store, device=torch.device("cpu"), scratch=Path(name),
+    extractor = Extractor(job, read_plan(store), store, devices=[torch.device("cpu")], scratch=Path(name),
         meter=Meter("extract"), stop=threading.Event())
     extractor.run(0)
     extractor.close()
