@@ -3,6 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
+SYSTEM_PROCESSES ?= 3  # these tests wait more than they compute
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --constraint constraints.txt
 
 .PHONY: help
@@ -40,19 +41,15 @@ demo: $(MODEL)  ## run the main job on real input: examples/quickstart.yaml into
 	@$(BIN)/headframe run examples/quickstart.yaml
 
 .PHONY: test
-test: $(MODEL) check test-unit test-integration test-cluster  ## run every test that this machine can run
+test: $(MODEL) check test-unit test-system  ## run every test that this machine can run
 
 .PHONY: test-unit
 test-unit: $(MODEL)  ## unit tests, over all cores
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses auto --dist loadfile tests/unit
 
-.PHONY: test-integration
-test-integration: $(MODEL)  ## whole jobs on this machine, with a real S3 server
-	@$(BIN)/pytest -q tests/integration
-
-.PHONY: test-cluster
-test-cluster: $(MODEL)  ## the operator on a real API server, pods on a real node
-	@$(BIN)/pytest -q tests/cluster tests/gpu
+.PHONY: test-system
+test-system: $(MODEL)  ## whole jobs here with a real S3 server, the operator on a real API server, pods on a real node
+	@$(BIN)/pytest -q --numprocesses $(SYSTEM_PROCESSES) --dist loadgroup tests/cluster tests/integration tests/gpu
 
 .PHONY: cluster
 cluster: .venv/installed  ## a Kubernetes on this machine with Headframe installed, until Ctrl-C; needs root and .ci/system-packages

@@ -12,6 +12,13 @@ from testbed.tools import require
 from testbed.toxiproxy import Toxiproxy
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` a file stays in one process, and so do all files that use this machine's only real node."""
+    for item in items:
+        on_the_node = "node_cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("node" if on_the_node else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server on loopback; a test makes its own bucket with `new_bucket()`."""

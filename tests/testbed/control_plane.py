@@ -38,7 +38,7 @@ class ControlPlane(ClusterAccess):
         host: str = _LOOPBACK,
         *,
         node_names: tuple[str, ...] = (),
-        node_grace_seconds: int = 40,
+        node_grace_seconds: int = 20,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.host = host

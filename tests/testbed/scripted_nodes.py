@@ -15,6 +15,7 @@ with 143, unless its script catches the cancellation and ends it otherwise; then
 import asyncio
 import itertools
 import json
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -34,6 +35,9 @@ Script = Callable[[ScriptedPod], Awaitable[None]]
 Result = TypeVar("Result")
 _HEARTBEAT_SECONDS = 5
 _RETRY_SECONDS = 0.2
+_NETWORK = f"127.{os.getpid() % 250 + 1}"
+_ADDRESSES = (f"{_NETWORK}.{number // 250 % 250}.{number % 250 + 1}" for number in itertools.count())
+"""Of this process alone: tests run in several, and a pod's own address serves what the test wants it to."""
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 
@@ -79,7 +83,6 @@ class ScriptedNodes:
         self._taints = list(taints)
         self._parts: dict[str, _Part] = {}
         self._silent: set[str] = set()
-        self._addresses = (f"127.1.{number // 250}.{number % 250 + 1}" for number in itertools.count())
         self._errors: list[BaseException] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="scripted-nodes", daemon=True)
@@ -198,7 +201,7 @@ class ScriptedNodes:
             return
         part = self._parts.get(uid)
         if part is None:
-            pod = ScriptedPod(manifest, next(self._addresses), self._api)
+            pod = ScriptedPod(manifest, next(_ADDRESSES), self._api)
             part = self._parts[uid] = _Part(pod, asyncio.create_task(self._play(pod, self._script)))
         if "deletionTimestamp" in manifest["metadata"] and not part.leaving:
             part.leaving = True
