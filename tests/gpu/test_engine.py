@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headframe_api.layers import hugging_face_indexes
 from headframe_api.plan import StatesLayout
 from headframe_api.spec import StateDtype
+from headframe_worker.engine import pieces
 from headframe_worker.engine.engine import Engine, EngineSettings
 from headframe_worker.engine.loading import Checkpoint
 from headframe_worker.engine.parts import FilledPart, TokenPart
@@ -122,6 +123,17 @@ def test_the_gpu_gives_the_states_of_the_cpu(tmp_path: Path, family: str, fuse: 
     assert sorted(found) == sorted(expected)
     # Kernels for hybrids compute their products in TF32.
     limit = 5e-3 if family == "qwen3_5_text" else 1e-4
+    assert max(relative_error(found[part], expected[part]) for part in expected) <= limit
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_in_pieces_the_states_are_the_same(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_models.save(family, tmp_path, **SHAPES[family])
+    parts = make_parts()
+    expected = run(open_engine(tmp_path, GPU, parts), parts)
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 64)
+    found = run(open_engine(tmp_path, GPU, parts), parts)
+    limit = 1e-3 if family == "qwen3_5_text" else 1e-5
     assert max(relative_error(found[part], expected[part]) for part in expected) <= limit
 
 

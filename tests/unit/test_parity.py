@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headframe_api.errors import ConfigError
 from headframe_api.names import part_key
 from headframe_api.plan import Plan
+from headframe_worker.engine import pieces
 from headframe_worker.engine.fusion import torch_reference
 from headframe_worker.engine.loading import one_gguf_name_map
 from headframe_worker.stores.local import LocalStore
@@ -104,7 +105,9 @@ def largest_error(
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_float32_states_equal_plain_transformers(tmp_path: Path, family: str) -> None:
+def test_float32_states_equal_plain_transformers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short samples whole, and longer ones in pieces."""
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 20)
     model = tiny_models.save(family, tmp_path / "model")
     error, plan = largest_error(tmp_path, model, states={"layers": [-1, 0, 2, tiny_models.LAYERS - 1]})
     assert plan.states.slot_names == ("embeddings", "layer.0", "layer.2", "layer.5", "last.preNorm")

@@ -20,9 +20,11 @@ from headframe_worker.engine.budget import TokenBudget, default_tokens, fit
 from headframe_worker.engine.capture import Capture
 from headframe_worker.engine.fusion import FusionReport, apply_fusions, nothing_packed, slow_path, torch_reference
 from headframe_worker.engine.loading import Checkpoint, load_stack
+from headframe_worker.engine.long_attention import attention_in_blocks
 from headframe_worker.engine.parts import FilledPart, TokenPart
 from headframe_worker.engine.pipeline import Pipeline
 from headframe_worker.engine.placement import Placement
+from headframe_worker.engine.pointwise import compute_in_pieces
 from headframe_worker.engine.self_check import check_stack
 from headframe_worker.engine.spread import spread
 from headframe_worker.engine.states import TORCH_DTYPE
@@ -113,6 +115,7 @@ class Engine:
         _check_against_plan(stack.num_layers, layout)
         times.append(time.perf_counter())
         meter.set_state("warming")
+        self._open.enter_context(attention_in_blocks(stack.model))
         if device.type == "cpu":
             self._open.enter_context(torch_reference(stack.model))
         else:
@@ -123,6 +126,7 @@ class Engine:
             fusions = apply_fusions(stack.model, device=device)
         times.append(time.perf_counter())
         slow = tuple(slow_path(stack.model))
+        compute_in_pieces(stack)
         capture = Capture(stack, layers=layout.layers, last=layout.last, ways=ways)
         _check_ids(samples, stack.vocab_size)
         error = check_stack(capture, samples, layout.slot_names)

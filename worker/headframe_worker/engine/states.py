@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headframe_api.spec import StateDtype
+from headframe_worker.engine.pieces import pieces
 
 TORCH_DTYPE: dict[StateDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -57,18 +58,20 @@ class StatesTensors:
         flat = hidden.reshape(-1, hidden.shape[-1])
         if places is not None:
             flat = flat.index_select(0, places)
-        wide = flat.float()
-        torch.sum(wide, dim=-1, out=self.measures[:, slot, SUM])
-        torch.linalg.vector_norm(wide, dim=-1, out=self.measures[:, slot, NORM])
-        largest = torch.linalg.vector_norm(wide, ord=float("inf"), dim=-1)
-        self.measures[:, slot, LARGEST] = largest
-        if self.scales is None:
-            self.states[:, slot] = flat
-            return
-        # One scale a token and slot maps its largest value to the largest float8; an all-zero token keeps scale 1.
-        scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
-        self.scales[:, slot] = scale
-        self.states[:, slot] = (wide / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+        for piece in pieces(len(flat)):
+            wide = flat[piece].float()
+            measures = self.measures[piece, slot]
+            torch.sum(wide, dim=-1, out=measures[:, SUM])
+            torch.linalg.vector_norm(wide, dim=-1, out=measures[:, NORM])
+            largest = torch.linalg.vector_norm(wide, ord=float("inf"), dim=-1)
+            measures[:, LARGEST] = largest
+            if self.scales is None:
+                self.states[piece, slot] = flat[piece]
+                continue
+            # One scale a token and slot maps its largest value to the largest float8; an all-zero token keeps scale 1.
+            scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
+            self.scales[piece, slot] = scale
+            self.states[piece, slot] = (wide / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
 
     def take(self, slot: int, other: StatesTensors) -> None:
         """Copy the only slot of others, of the same device, into this one."""

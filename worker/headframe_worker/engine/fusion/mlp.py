@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from headframe_worker.engine.fusion.operations import Operations
 from headframe_worker.engine.fusion.packing import Projection, can_pack, pack, separate
+from headframe_worker.engine.pieces import pieces
 
 PACKED, SWIGLU = "packed_gate_up", "swiglu"
 
@@ -27,8 +28,9 @@ class FusedMLP:
     def add_to(self, stream: Tensor, x: Tensor) -> Tensor:
         """The block's output added into `stream` by the last matrix product itself; the stream is overwritten and returned."""
         weight = self.plain.down_proj.weight
-        rows = self._activation(x).view(-1, weight.shape[1])
-        stream.view(-1, weight.shape[0]).addmm_(rows, weight.t())
+        rows, sums = x.view(-1, weight.shape[0]), stream.view(-1, weight.shape[0])
+        for piece in pieces(len(rows)):
+            sums[piece].addmm_(self._activation(rows[piece]), weight.t())
         return stream
 
     def _activation(self, x: Tensor) -> Tensor:
