@@ -61,6 +61,11 @@ def resolve_layers(preset: str, layers: Sequence[int] | None, num_layers: int) -
     return tuple(layers)
 
 
-def hugging_face_indexes(layers: Sequence[int]) -> tuple[int, ...]:
-    """The same layers as indexes into Hugging Face's ``hidden_states`` (also speculators' and vLLM's numbering): k + 1."""
-    return tuple(layer + 1 for layer in layers)
+def hugging_face_indexes(layers: Sequence[int], *, with_embeddings: bool = True) -> tuple[int | None, ...]:
+    """The same layers as indexes into Hugging Face's ``hidden_states``: k + 1.
+
+    A model that leaves the embeddings out of them (Mamba2) has layer k at k, and no index for the embeddings.
+    """
+    if with_embeddings:
+        return tuple(layer + 1 for layer in layers)
+    return tuple(None if layer == EMBEDDINGS else layer for layer in layers)

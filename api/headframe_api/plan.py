@@ -39,6 +39,8 @@ class ModelIdentity(DiskModel):
     norm_gain: Literal["weight", "1+weight", "none"]
     """What the final norm multiplies by: trainers that rebuild post-norm states need it (Qwen3.5 and Gemma: 1 + weight)."""
     norm_epsilon: float | None
+    embeddings_in_hidden_states: bool = True
+    """Whether Transformers' `hidden_states` begin with the embeddings; Mamba2's begin with the output of layer 0."""
 
 
 class TokensIdentity(DiskModel):
@@ -66,12 +68,17 @@ class StatesLayout(DiskModel):
 
     layers: list[int]
     """0-based decoder layers whose output (residual stream, before any final norm) is stored; -1 is the embeddings."""
-    hugging_face_indexes: list[int]
-    """The same layers in Hugging Face's `hidden_states` and in speculators' and vLLM's numbering: k + 1."""
+    hugging_face_indexes: list[int | None]
+    """The same layers in Hugging Face's `hidden_states`: k + 1; where those lack the embeddings k, and null for -1."""
     last: Literal["preNorm", "postNorm", "none"]
     last_layer: int
     """Number of the last decoder layer, n - 1."""
     dtype: StateDtype
+
+    @property
+    def layers_from_one(self) -> tuple[int, ...]:
+        """The same layers in speculators' and vLLM's numbering: k + 1, whatever the model."""
+        return tuple(layer + 1 for layer in self.layers)
 
     @property
     def slots(self) -> int:

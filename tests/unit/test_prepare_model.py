@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModel, LlamaForCausalLM
 
 from headframe_api.errors import ConfigError
+from headframe_api.layers import hugging_face_indexes
 from headframe_api.spec import ModelSpec, S3Spec
 from headframe_worker.model_source import ModelFiles, locate_model
 from headframe_worker.prepare.model_structure import describe_model
@@ -283,6 +284,10 @@ def test_the_final_norm_of_every_family(tmp_path: Path, family: str) -> None:
     identity, _ = describe_model(saved(tmp_path, config), ModelSpec(source="test"))
     assert (identity.num_layers, identity.hidden_size, identity.vocab_size) == (4, 32, 128)
     assert identity.norm_gain == gain
+    lacks_embeddings = identity.norm_type == "Mamba2RMSNorm"
+    assert identity.embeddings_in_hidden_states != lacks_embeddings
+    indexes = hugging_face_indexes([-1, 0, 3], with_embeddings=identity.embeddings_in_hidden_states)
+    assert indexes == ((None, 0, 3) if lacks_embeddings else (0, 1, 4))
     # Importing fla, as Qwen3.5 does, makes its Mamba2 the one that AutoConfig knows.
     assert identity.norm_type in (norm_type, "RMSNorm" if family == "mamba2" else norm_type)
 

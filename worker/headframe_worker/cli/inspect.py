@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,7 +99,7 @@ def _summary_lines(uri: str, manifest: DatasetManifest) -> list[tuple[str, str]]
         ),
         ("layers (0-based outputs)", _numbers(states.layers)),
         ("Hugging Face hidden_states", _numbers(states.hugging_face_indexes)),
-        ("speculators", f"--target-layer-ids {' '.join(map(str, states.hugging_face_indexes))}"),
+        ("speculators", f"--target-layer-ids {' '.join(map(str, states.layers_from_one))}"),
         ("last", last),
         ("final norm", f"{model.norm_type}, {gain}, epsilon {model.norm_epsilon}"),
         ("samples", f"{manifest.samples:,} of {manifest.rows_in:,} rows"),
@@ -164,5 +165,5 @@ def _tokenizer(uri: str) -> Any:
         return None
 
 
-def _numbers(values: list[int]) -> str:
-    return ", ".join(map(str, values)) or "none"
+def _numbers(values: Sequence[int | None]) -> str:
+    return ", ".join("none" if value is None else str(value) for value in values) or "none"

@@ -54,7 +54,8 @@ def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, M
         )
     model = build_on_meta(config, files)
     layers = int(config.num_hidden_layers)
-    norm = find_final_norm(model, layers, int(config.hidden_size)).norm
+    final = find_final_norm(model, layers, int(config.hidden_size))
+    norm, size = final.norm, _size(model, config)
     identity = ModelIdentity(
         source=spec.source,
         revision=files.revision,
@@ -68,8 +69,9 @@ def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, M
         norm_type=type(norm).__name__,
         norm_gain=_norm_gain(norm, int(config.hidden_size)),
         norm_epsilon=_norm_epsilon(norm),
+        embeddings_in_hidden_states=_gives_embeddings(model, final.layers_name),
     )
-    return identity, _size(model, config)
+    return identity, size
 
 
 def build_on_meta(config: Any, files: ModelFiles) -> nn.Module:
@@ -145,6 +147,28 @@ def _norm_gain(norm: nn.Module, hidden_size: int) -> NormGain:
 def _norm_epsilon(norm: nn.Module) -> float | None:
     values = [value for name, value in vars(norm).items() if "eps" in name and isinstance(value, float)]
     return values[0] if values else None
+
+
+def _gives_embeddings(model: nn.Module, layers_name: str) -> bool:
+    """Run one layer without weights, and see whether Transformers' `hidden_states` begin with its output."""
+    from headframe_worker.engine.fusion import nothing_packed, torch_reference  # noqa: PLC0415
+
+    stack: Any = model.get_submodule(layers_name.rpartition(".")[0])
+    layers: Any = model.get_submodule(layers_name)
+    del layers[1:]
+    stack.config.num_hidden_layers = 1
+    outputs: list[Any] = []
+    hook = layers[0].register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    ids = torch.zeros((1, 2), dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad(), torch_reference(model), nothing_packed():
+            states = stack(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    except Exception:  # noqa: BLE001  # code that cannot run without weights; nearly every model gives them
+        return True
+    finally:
+        hook.remove()
+    first = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    return not states or states[0] is not first
 
 
 def _size(model: nn.Module, config: Any) -> ModelSize:

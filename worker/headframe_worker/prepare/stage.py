@@ -151,7 +151,7 @@ def _layout(spec: ExtractionJobSpec, model: ModelIdentity) -> StatesLayout:
     layers = resolve_layers(spec.states.preset, spec.states.layers, model.num_layers)
     return StatesLayout(
         layers=list(layers),
-        hugging_face_indexes=list(hugging_face_indexes(layers)),
+        hugging_face_indexes=list(hugging_face_indexes(layers, with_embeddings=model.embeddings_in_hidden_states)),
         last=spec.states.last,
         last_layer=model.num_layers - 1,
         dtype=spec.states.dtype,

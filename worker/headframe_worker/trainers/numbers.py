@@ -32,7 +32,7 @@ def speculators_default_layer_ids(num_layers: int) -> list[int]:
 def trainer_numbers(manifest: DatasetManifest, trainer: Trainer) -> TrainerNumbers:
     """The exact numbers for one trainer. Raises ConfigError where it cannot use the dataset at all."""
     states, model = manifest.states, manifest.model
-    zero_based, shifted = _spaced(states.layers), _spaced(states.hugging_face_indexes)
+    zero_based = _spaced(states.layers)
     last = f"last state stored: {states.last}; final norm {model.norm_type}, gain {model.norm_gain}, epsilon {model.norm_epsilon}"
     missing = _missing(manifest)
     if trainer == "speculators":
@@ -43,7 +43,7 @@ def trainer_numbers(manifest: DatasetManifest, trainer: Trainer) -> TrainerNumbe
             )
         settings = {
             "--verifier-name-or-path": model.source,
-            "--target-layer-ids": shifted,
+            "--target-layer-ids": _spaced(states.layers_from_one),
             "--on-missing": "skip" if missing else "raise",
         }
         return TrainerNumbers(trainer, settings, (last, "speculators applies the norm itself", *missing))
@@ -68,7 +68,10 @@ def trainer_numbers(manifest: DatasetManifest, trainer: Trainer) -> TrainerNumbe
             "headframe export": "--to deepspec",
         }
         return TrainerNumbers(trainer, settings, (last, "the export holds the last state after the norm"))
-    settings = {"layers (0-based outputs of decoder layers)": zero_based, "hidden_states[k] of Hugging Face": shifted}
+    settings = {
+        "layers (0-based outputs of decoder layers)": zero_based,
+        "hidden_states[k] of Hugging Face": _spaced(states.hugging_face_indexes),
+    }
     return TrainerNumbers(trainer, settings, (last, *missing))
 
 
@@ -81,8 +84,8 @@ def _missing(manifest: DatasetManifest) -> tuple[str, ...]:
     )
 
 
-def _spaced(numbers: Sequence[int]) -> str:
-    return " ".join(map(str, numbers))
+def _spaced(numbers: Sequence[int | None]) -> str:
+    return " ".join("none" if number is None else str(number) for number in numbers)
 
 
 def _listed(numbers: Sequence[int]) -> str:

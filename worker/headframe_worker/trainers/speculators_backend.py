@@ -93,7 +93,7 @@ class HeadframeBackend(HiddenStatesBackend):  # type: ignore[misc]
 def check_training(manifest: DatasetManifest, speculator_type: str, target_layer_ids: list[int] | None) -> None:
     """Raise ConfigError where speculators would take the dataset's slots for other layers, or norm them wrongly."""
     need_pre_norm(manifest.states)
-    mine = list(manifest.states.hugging_face_indexes)
+    mine = list(manifest.states.layers_from_one)
     theirs = target_layer_ids or speculators_default_layer_ids(manifest.model.num_layers)
     if speculator_type not in _WITHOUT_LAYERS and theirs != mine:
         raise ConfigError(

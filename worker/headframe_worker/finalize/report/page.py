@@ -152,7 +152,10 @@ def _norms(manifest: DatasetManifest) -> Markup | None:
 
 def _slots(manifest: DatasetManifest, runs: RunTotals) -> list[dict[str, Any]]:
     states = manifest.states
-    layers = [(str(layer), str(index)) for layer, index in zip(states.layers, states.hugging_face_indexes, strict=True)]
+    layers = [
+        (str(layer), "none" if index is None else str(index))
+        for layer, index in zip(states.layers, states.hugging_face_indexes, strict=True)
+    ]
     if states.last != "none":
         layers.append((str(states.last_layer), f"{states.last_layer + 1} {'†' if states.last == 'preNorm' else '‡'}"))
     rows = []
