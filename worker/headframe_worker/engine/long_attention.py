@@ -51,7 +51,7 @@ class LongMask:
             mask = self.make(
                 **self.options
                 | {"q_length": stop - start, "kv_length": stop - first, "q_offset": start, "kv_offset": first}
-                | {"allow_is_causal_skip": False}
+                | {"allow_is_causal_skip": False, "device": query.device}
             )
             keys = slice(first, stop)
             blocks.append(

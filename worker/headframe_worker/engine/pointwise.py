@@ -61,8 +61,9 @@ def _has_all_tokens(value: Any) -> bool:
 
 
 def _is_pointwise(module: nn.Module, x: Tensor) -> bool:
-    whole = module(x.clone())
-    parted = torch.cat([module(x[:, :_SEAM].clone()), module(x[:, _SEAM:].clone())], dim=1)
+    with torch.cuda.device_of(x):
+        whole = module(x.clone())
+        parted = torch.cat([module(x[:, :_SEAM].clone()), module(x[:, _SEAM:].clone())], dim=1)
     difference = torch.linalg.vector_norm((parted - whole).float())
     return bool(difference <= _LIMIT[x.dtype] * torch.linalg.vector_norm(whole.float()))  # false for NaN
 
