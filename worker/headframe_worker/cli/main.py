@@ -11,7 +11,19 @@ import typer
 
 from headframe_api.errors import HeadframeError
 from headframe_api.exit_codes import ExitCode
-from headframe_worker.cli import export, extract, finalize, inspect, plan, prepare, report, run, train_with, verify
+from headframe_worker.cli import (
+    bench,
+    export,
+    extract,
+    finalize,
+    inspect,
+    plan,
+    prepare,
+    report,
+    run,
+    train_with,
+    verify,
+)
 from headframe_worker.cli.console import print_error
 
 app = typer.Typer(
@@ -27,6 +39,7 @@ _EVERYDAY, _DATASETS, _STAGES = "Run a job", "Look at a dataset of hidden states
 
 app.command("run", rich_help_panel=_EVERYDAY)(run.command)
 app.command("plan", rich_help_panel=_EVERYDAY)(plan.command)
+app.command("bench", rich_help_panel=_EVERYDAY)(bench.command)
 app.command("prepare", rich_help_panel=_STAGES)(prepare.command)
 app.command("extract", rich_help_panel=_STAGES)(extract.command)
 app.command("finalize", rich_help_panel=_STAGES)(finalize.command)

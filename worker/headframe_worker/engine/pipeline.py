@@ -32,7 +32,7 @@ from headframe_worker.engine.states import StatesTensors
 from headframe_worker.meter import Meter
 
 _BUFFERS = 3
-_WRITERS = 2
+WRITERS = 2
 _READ_AHEAD = 2
 _GLANCE_SECONDS = 0.2
 
@@ -127,7 +127,7 @@ class _Flow:
         for buffer in buffers:
             self._free.put(buffer)
         threads = [self._thread(self._read_ahead, "reader"), self._thread(self._complete, "completion")]
-        threads += [self._thread(self._write_full, f"writer-{index}") for index in range(_WRITERS)]
+        threads += [self._thread(self._write_full, f"writer-{index}") for index in range(WRITERS)]
         stopped: StoppedError | None = None
         try:
             self._forward_all()
