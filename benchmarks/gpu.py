@@ -12,7 +12,6 @@ import json
 import platform
 import random
 import re
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -21,53 +20,18 @@ from pathlib import Path
 
 import torch
 import transformers
+from pipeline import MEDIA, end_to_end
+from shapes import SHAPES, build, chat_lengths
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModel
+from trace_times import idle_share, kernel_times
+from transformers import AutoModel
 
+from headframe_worker.bench.matmuls import ceiling, record_products, replay_seconds
+from headframe_worker.bench.timing import median_seconds
 from headframe_worker.engine.fusion import apply_fusions, nothing_packed, slow_path, torch_reference
 
-SHAPES = {
-    "hybrid-27b": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_value_heads": 48,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "vocab_size": 248320,
-    },
-    "dense-8b": {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "tiny": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_value_heads": 8,
-        "linear_num_key_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "vocab_size": 1000,
-    },
-}
+CUDA = torch.device("cuda", 0)
 BUDGET = 16384  # tokens a batch
 KERNELS = {
     "matmul": r"gemm|nvjet|cutlass|xmma|splitK",
@@ -83,20 +47,6 @@ class Batch:
 
     ids: torch.Tensor
     tokens: int
-
-
-def build(shape: str, layers: int | None) -> nn.Module:
-    values = dict(SHAPES[shape])
-    values["num_hidden_layers"] = layers or values["num_hidden_layers"]
-    config = AutoConfig.for_model(values.pop("model_type"), **values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    with torch.device("cuda"):
-        return AutoModel.from_config(config, dtype=torch.bfloat16).eval()
-
-
-def chat_lengths(samples: int, seed: int) -> list[int]:
-    """Lengths like those of real chat: lognormal, 400 on average, up to 4096."""
-    draw = random.Random(seed)
-    return [min(4096, max(16, int(draw.lognormvariate(5.67, 0.8)))) for _ in range(samples)]
 
 
 def workloads(vocabulary: int, batches: int) -> dict[str, list[Batch]]:
@@ -122,82 +72,27 @@ def padding(batches: list[Batch]) -> float:
     return 1 - sum(batch.tokens for batch in batches) / sum(batch.ids.numel() for batch in batches)
 
 
-def seconds(work, repeats: int = 3) -> float:
-    """Median device time of `work`, after one run that compiles and warms."""
-    work()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times)
-
-
 def forward_rates(stack: nn.Module, loads: dict[str, list[Batch]]) -> dict[str, float]:
     """Real tokens per second of the stack alone, for each workload."""
-    rates = {}
-    for name, batches in loads.items():
-
-        def run(batches=batches):
-            for batch in batches:
-                stack(input_ids=batch.ids, use_cache=False)
-
-        rates[name] = sum(batch.tokens for batch in batches) / seconds(run)
-    return rates
+    return {
+        name: sum(batch.tokens for batch in batches)
+        / median_seconds(lambda batches=batches: run(stack, batches), [CUDA])
+        for name, batches in loads.items()
+    }
 
 
-def ceiling() -> float:
-    """TFLOP/s of a square bf16 product of random numbers."""
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-
-    def run():
-        for _ in range(20):
-            torch.mm(a, b, out=out)
-
-    return 20 * 2 * n**3 / seconds(run) / 1e12
-
-
-class MatmulRecorder(TorchDispatchMode):
-    """The shapes and right-hand sides of every matrix product of a forward, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products: list[tuple[int, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_"):
-            left, right = args[-2:]
-            self.products.append((left.shape[0], right))
-        return func(*args, **(kwargs or {}))
+def run(stack: nn.Module, batches: list[Batch]) -> None:
+    for batch in batches:
+        stack(input_ids=batch.ids, use_cache=False)
 
 
 def matmul_rates(stack: nn.Module, loads: dict[str, list[Batch]]) -> tuple[dict[str, float], float]:
     """Tokens per second if the stack were its matrix products and nothing else; and FLOPs a token of them."""
     rates, flops = {}, 0.0
     for name, batches in loads.items():
-        recorder = MatmulRecorder()
-        with torch.no_grad(), recorder:
-            for batch in batches:
-                stack(input_ids=batch.ids, use_cache=False)
-        products = recorder.products
-        inputs = {
-            key: torch.randn(*key, device="cuda", dtype=torch.bfloat16)
-            for key in {(m, w.shape[0]) for m, w in products}
-        }
-
-        def run(products=products, inputs=inputs):
-            for m, weight in products:
-                torch.mm(inputs[m, weight.shape[0]], weight)
-
-        rates[name] = sum(batch.tokens for batch in batches) / seconds(run)
-        padded = sum(batch.ids.numel() for batch in batches)
-        flops = sum(2.0 * m * w.shape[0] * w.shape[1] for m, w in products) / padded
+        products = record_products(lambda batches=batches: run(stack, batches))
+        rates[name] = sum(batch.tokens for batch in batches) / replay_seconds(products)
+        flops = sum(product.flops for product in products) / sum(batch.ids.numel() for batch in batches)
     return rates, flops
 
 
@@ -221,19 +116,16 @@ def breakdown(stack: nn.Module, batch: Batch) -> dict[str, object]:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         stack(input_ids=batch.ids, use_cache=False)
         torch.cuda.synchronize()
-    found = [
-        e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.elapsed_us() > 0
-    ]
+    kernels = kernel_times(trace)
     spent: Counter[str] = Counter()
     names: Counter[str] = Counter()
-    for event in found:
-        kind = next((k for k, pattern in KERNELS.items() if re.search(pattern, event.name)), "other")
-        spent[kind] += event.time_range.elapsed_us()
-        names[event.name[:90]] += event.time_range.elapsed_us()
-    span = max(e.time_range.end for e in found) - min(e.time_range.start for e in found)
+    for name, start, end in kernels:
+        kind = next((k for k, pattern in KERNELS.items() if re.search(pattern, name)), "other")
+        spent[kind] += end - start
+        names[name[:90]] += end - start
     return {
         "milliseconds": {kind: round(us / 1000, 2) for kind, us in spent.most_common()},
-        "idle_share": max(0.0, 1 - sum(spent.values()) / span),
+        "idle_share": idle_share(kernels),
         "kernels": {name: round(us / 1000, 2) for name, us in names.most_common(25)},
     }
 
@@ -257,13 +149,13 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
 def measure(options: argparse.Namespace) -> dict[str, object]:
     """Every row of one shape, in the order that keeps the plain model plain as long as it is needed."""
     started = time.perf_counter()
-    stack = build(options.shape, options.layers)
+    stack = build(options.shape, options.layers, CUDA)
     result: dict[str, object] = {"shape": options.shape, "layers": stack.config.num_hidden_layers}
     result["build_seconds"] = time.perf_counter() - started
     vocabulary = stack.config.vocab_size
     loads = {name: batches for name, batches in workloads(vocabulary, options.batches).items() if name in options.loads}
     result["padding"] = {name: padding(batches) for name, batches in loads.items()}
-    result["ceiling_tflops"] = ceiling()
+    result["ceiling_tflops"] = ceiling(CUDA, torch.bfloat16) / 1e12
     ids = torch.randint(vocabulary, (2, 500), device="cuda")
     with torch.inference_mode():
         if options.naive:
@@ -278,6 +170,9 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     with torch.inference_mode(), nothing_packed():
         result["fused"] = forward_rates(stack, loads)
     result["matmuls"], result["flops_per_token"] = matmul_rates(stack, loads)
+    if options.end_to_end:
+        with nothing_packed():
+            result["end_to_end"] = end_to_end(stack, options.end_to_end, parts=options.parts, folder=options.folder)
     with torch.inference_mode(), nothing_packed():
         result["trace"] = breakdown(stack, next(iter(loads.values()))[0])
         if options.parity:
@@ -298,6 +193,14 @@ def compare_with_float32(
     return {"plain": errors(plain, reference), "fused": errors(fused, reference)}
 
 
+def end_to_end_text(row: dict) -> str:
+    writer = f", {row['writer_bytes_per_second'] / 1e9:.2f} a writer" if row["writer_bytes_per_second"] else ""
+    return (
+        f"{row['tokens_per_second']:,.0f} tokens/s, {row['of_forward']:.3f} of {row['forward_tokens_per_second']:,.0f} for the same "
+        f"batches alone; {row['bytes_per_second'] / 1e9:.2f} GB/s{writer}; GPU idle {row['idle_share']}; {row['stage_shares']}"
+    )
+
+
 def table(result: dict) -> str:
     matmuls, naive, parity, trace = (result.get(key) for key in ("matmuls", "naive", "parity", "trace"))
     limit = result["ceiling_tflops"] * 1e12 / result["flops_per_token"]
@@ -315,6 +218,8 @@ def table(result: dict) -> str:
         lines.append(
             f"naive {naive['tokens_per_second']:,.0f} tokens/s; fused on chat lengths is {ratio:.1f} times that"
         )
+    for medium, row in result.get("end_to_end", {}).items():
+        lines.append(f"end to end, {medium}: {row.get('skipped') or end_to_end_text(row)}")
     if parity:
         worst = max(f / p for f, p in zip(parity["fused"], parity["plain"], strict=True))
         last = f"last layer {parity['fused'][-1]:.2e} against {parity['plain'][-1]:.2e}"
@@ -341,6 +246,9 @@ def main() -> None:
     parser.add_argument(
         "--parity", action="store_true", help="compare every layer with float32 (needs three times the memory)"
     )
+    parser.add_argument("--end-to-end", nargs="+", choices=MEDIA, default=[], help="chat lengths to committed parts")
+    parser.add_argument("--parts", type=int, default=20, help="parts of about 1 GiB that each end-to-end row computes")
+    parser.add_argument("--folder", type=Path, help="where `disk` lies; the folder for temporary files by default")
     parser.add_argument("--out", type=Path, required=True, help="where the raw numbers go, as JSON")
     options = parser.parse_args()
     result = measure(options)

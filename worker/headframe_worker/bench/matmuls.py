@@ -46,7 +46,7 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, within_seconds: float =
         for _ in range(calls):
             torch.mm(left, right, out=out)
 
-    return calls * 2 * side**3 / median_seconds(run, device, within_seconds=within_seconds)
+    return calls * 2 * side**3 / median_seconds(run, [device], within_seconds=within_seconds)
 
 
 def record_products(forward: Callable[[], object]) -> list[Product]:
@@ -57,28 +57,31 @@ def record_products(forward: Callable[[], object]) -> list[Product]:
     return recorder.products
 
 
-def replay_seconds(
-    products: Sequence[Product], device: torch.device, *, repeats: int = 3, within_seconds: float = float("inf")
-) -> float:
-    """How long the products alone take, one after the other, on random inputs."""
-    inputs = {
-        key: torch.randn(*key, device=device, dtype=products[0].weight.dtype) for key in map(_input_shape, products)
-    }
+def replay_seconds(products: Sequence[Product], *, repeats: int = 3, within_seconds: float = float("inf")) -> float:
+    """How long the products alone take, one after the other where their weights are, on random inputs."""
+    inputs = {_input_of(product): torch.Tensor() for product in products}
+    for rows, columns, device, dtype in inputs:
+        inputs[rows, columns, device, dtype] = torch.randn(rows, columns, device=device, dtype=dtype)
 
     def run() -> None:
         for product in products:
-            left = inputs[_input_shape(product)]
+            left = inputs[_input_of(product)]
             if product.offsets is None:
                 torch.mm(left, product.weight)
             else:
                 torch._grouped_mm(left, product.weight, offs=product.offsets)  # noqa: SLF001  # there is no public name in torch 2.11
 
     with torch.inference_mode():
-        return median_seconds(run, device, repeats=repeats, within_seconds=within_seconds)
+        return median_seconds(
+            run,
+            sorted({product.weight.device for product in products}, key=str),
+            repeats=repeats,
+            within_seconds=within_seconds,
+        )
 
 
-def _input_shape(product: Product) -> tuple[int, int]:
-    return product.rows, int(product.weight.shape[-2])
+def _input_of(product: Product) -> tuple[int, int, torch.device, torch.dtype]:
+    return product.rows, int(product.weight.shape[-2]), product.weight.device, product.weight.dtype
 
 
 class _Recorder(TorchDispatchMode):

@@ -218,7 +218,7 @@ def _measure_forward(
     stack = engine.stack
     probe = token_ids(tokens, batches[len(batches) // 2], device)
     with torch.inference_mode():
-        probe_seconds = median_seconds(lambda: stack.forward(probe), device, repeats=1)
+        probe_seconds = median_seconds(lambda: stack.forward(probe), [device], repeats=1)
     per_token = probe_seconds / batches[len(batches) // 2].batch.tokens
     drawn = evenly(batches, math.ceil(_ONE_PASS * left / per_token))
     inputs = [token_ids(tokens, entry, device) for entry in drawn]
@@ -228,9 +228,9 @@ def _measure_forward(
             stack.forward(ids)
 
     with torch.inference_mode():
-        forward_seconds = median_seconds(forward, device, within_seconds=_FORWARD * left)
+        forward_seconds = median_seconds(forward, [device], within_seconds=_FORWARD * left)
     products = record_products(forward)
-    matmul_seconds = replay_seconds(products, device, within_seconds=_MATMULS * left)
+    matmul_seconds = replay_seconds(products, within_seconds=_MATMULS * left)
     real = count_tokens(drawn)
     return _Forward(real / forward_seconds, real / matmul_seconds, sum(product.flops for product in products) / real)
 
