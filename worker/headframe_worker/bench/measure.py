@@ -30,7 +30,7 @@ from headframe_worker.bench.timing import median_seconds
 from headframe_worker.bench.trial import Trial, TrialRunner
 from headframe_worker.bench.workload import ShardBatch, count_tokens, evenly, padding, shard_batches, token_ids
 from headframe_worker.engine.engine import Engine, StartSeconds
-from headframe_worker.engine.loading import choose_device
+from headframe_worker.engine.loading import choose_devices
 from headframe_worker.engine.pipeline import WRITERS
 from headframe_worker.engine.states import TORCH_DTYPE
 from headframe_worker.extract.run_record import versions
@@ -86,7 +86,7 @@ class BenchResult:
     """Of the batches of one whole shard."""
     start_seconds: StartSeconds
     ceiling_flops: float
-    """FLOP/s of a square matrix product."""
+    """FLOP/s of a square matrix product, on one device."""
     flops_per_token: float
     """Of the model's matrix products, for each real token; what padding costs is in it."""
     matmul_tokens_per_second: float
@@ -106,7 +106,7 @@ def bench(
     """Measure a job on this machine. Raises what preparing and extracting it would raise, StoppedError after the wish to stop."""
     started = time.monotonic()
     stop = stop or threading.Event()
-    device = choose_device(job.spec.model.gpus)
+    devices = choose_devices(job.spec.model.gpus)
     meter = CommitMeter()
 
     def step(name: str) -> None:
@@ -117,7 +117,7 @@ def bench(
     with temporary_place(job.spec.output.uri, options.output, job.spec.s3, tell(meter)) as place:
         step("tokens")
         with _prepared(job, options, stop) as (source, plan, is_sample):
-            extractor = Extractor(job, plan, source, device=device, scratch=options.scratch, meter=meter, stop=stop)
+            extractor = Extractor(job, plan, source, devices=devices, scratch=options.scratch, meter=meter, stop=stop)
             with closing(extractor):
                 step("loading the model")
                 engine = extractor.load()
@@ -128,11 +128,11 @@ def bench(
                 batches = shard_batches(plan, tokens, engine.batch_tokens)
                 left = max(options.seconds - (time.monotonic() - started), _LEAST * options.seconds)
                 step("ceiling")
-                flops = ceiling(device, TORCH_DTYPE[plan.model.dtype], within_seconds=_CEILING * left)
+                flops = ceiling(devices[0], TORCH_DTYPE[plan.model.dtype], within_seconds=_CEILING * left)
                 step("forward")
-                forward = _measure_forward(engine, tokens, batches, device, left)
+                forward = _measure_forward(engine, tokens, batches, devices, left)
                 step("end to end")
-                runner = TrialRunner(job, plan, tokens, engine, meter, place, options.scratch, stop)
+                runner = TrialRunner(job, plan, tokens, engine, devices, meter, place, options.scratch, stop)
                 seconds = _END_TO_END * left
                 trial = _measure_end_to_end(runner, batches, forward.tokens_per_second * seconds, seconds)
                 facts = engine.facts
@@ -212,23 +212,23 @@ class _Forward:
 
 
 def _measure_forward(
-    engine: Engine, tokens: TokensShard, batches: Sequence[ShardBatch], device: torch.device, left: float
+    engine: Engine, tokens: TokensShard, batches: Sequence[ShardBatch], devices: Sequence[torch.device], left: float
 ) -> _Forward:
     """The stack alone, nothing captured, on batches from all over the shard; then its matrix products alone."""
     stack = engine.stack
-    probe = token_ids(tokens, batches[len(batches) // 2], device)
+    probe = token_ids(tokens, batches[len(batches) // 2], devices[0])
     with torch.inference_mode():
-        probe_seconds = median_seconds(lambda: stack.forward(probe), [device], repeats=1)
+        probe_seconds = median_seconds(lambda: stack.forward(probe), devices, repeats=1)
     per_token = probe_seconds / batches[len(batches) // 2].batch.tokens
     drawn = evenly(batches, math.ceil(_ONE_PASS * left / per_token))
-    inputs = [token_ids(tokens, entry, device) for entry in drawn]
+    inputs = [token_ids(tokens, entry, devices[0]) for entry in drawn]
 
     def forward() -> None:
         for ids in inputs:
             stack.forward(ids)
 
     with torch.inference_mode():
-        forward_seconds = median_seconds(forward, [device], within_seconds=_FORWARD * left)
+        forward_seconds = median_seconds(forward, devices, within_seconds=_FORWARD * left)
     products = record_products(forward)
     matmul_seconds = replay_seconds(products, within_seconds=_MATMULS * left)
     real = count_tokens(drawn)

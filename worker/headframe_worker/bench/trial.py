@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from headframe_api.job import ExtractionJob
 from headframe_api.names import tokens_key
@@ -52,6 +53,7 @@ class TrialRunner:
     tokens: TokensShard
     """Of the shard that samples are drawn from."""
     engine: Engine
+    devices: Sequence[torch.device]
     meter: CommitMeter
     """The engine's own."""
     place: Store
@@ -78,7 +80,7 @@ class TrialRunner:
             self.job,
             plan,
             self.place,
-            device=self.engine.stack.device,
+            devices=self.devices,
             scratch=self.scratch,
             meter=self.meter,
             stop=self.stop,
