@@ -60,9 +60,7 @@ def workloads(vocabulary: int, batches: int) -> dict[str, list[Batch]]:
     groups = random.Random(1).sample(groups, batches)
     named = {"1024": [[1024] * 16], "2048": [[2048] * 8], "chat": groups}
     return {
-        name: [
-            Batch(torch.randint(vocabulary, (len(group), max(group)), device="cuda"), sum(group)) for group in groups
-        ]
+        name: [Batch(torch.randint(vocabulary, (len(group), max(group)), device=CUDA), sum(group)) for group in groups]
         for name, groups in named.items()
     }
 
@@ -99,7 +97,7 @@ def matmul_rates(stack: nn.Module, loads: dict[str, list[Batch]]) -> tuple[dict[
 def naive_rate(stack: nn.Module, vocabulary: int, samples: int) -> dict[str, float]:
     """The script most people write first: one sample at a time, every layer kept, stacked, copied, saved."""
     lengths = chat_lengths(samples, seed=1)
-    ids = [torch.randint(vocabulary, (1, length), device="cuda") for length in lengths]
+    ids = [torch.randint(vocabulary, (1, length), device=CUDA) for length in lengths]
     stack(input_ids=ids[0], output_hidden_states=True)
     torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +154,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     loads = {name: batches for name, batches in workloads(vocabulary, options.batches).items() if name in options.loads}
     result["padding"] = {name: padding(batches) for name, batches in loads.items()}
     result["ceiling_tflops"] = ceiling(CUDA, torch.bfloat16) / 1e12
-    ids = torch.randint(vocabulary, (2, 500), device="cuda")
+    ids = torch.randint(vocabulary, (2, 500), device=CUDA)
     with torch.inference_mode():
         if options.naive:
             result["naive"] = naive_rate(stack, vocabulary, options.naive)
@@ -164,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             result["plain"] = forward_rates(stack, loads)
         before = states(stack, ids) if options.parity else []
     started = time.perf_counter()
-    report = apply_fusions(stack, device=torch.device("cuda"))
+    report = apply_fusions(stack, device=CUDA)
     result |= {"fuse_seconds": time.perf_counter() - started, "applied": report.applied, "skipped": report.skipped}
     result["slow"] = slow_path(stack)
     with torch.inference_mode(), nothing_packed():
@@ -185,7 +183,7 @@ def compare_with_float32(
     stack: nn.Module, ids: torch.Tensor, plain: list[torch.Tensor], fused: list[torch.Tensor]
 ) -> dict[str, list[float]]:
     """Relative L2 error of each layer's states against the same weights in plain float32 Transformers."""
-    with torch.device("cuda"):
+    with CUDA:
         exact = AutoModel.from_config(copy.deepcopy(stack.config), dtype=torch.float32).eval()
     exact.load_state_dict({name: tensor.float() for name, tensor in stack.state_dict().items()})
     with torch_reference(exact):

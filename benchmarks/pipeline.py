@@ -132,7 +132,7 @@ def idle_while(work: Callable[[], object]) -> float:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         work()
         torch.cuda.synchronize()
-    return idle_share(kernel_times(trace))
+    return round(idle_share(kernel_times(trace)), 5)
 
 
 def token_parts(vocabulary: int, parts: int, token_bytes: int, part_bytes: int) -> list[TokenPart]:

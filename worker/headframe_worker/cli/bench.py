@@ -189,11 +189,15 @@ def _lines(job: ExtractionJob, result: BenchResult) -> Iterator[tuple[str, str]]
 
 def _expectation(hours: Estimate, gpus: int, workers: int, load_seconds: float) -> str:
     total = hours.replica_seconds / _SECONDS_PER_HOUR
-    cost = f"{total * gpus:,.2f} GPU-hours" if gpus else f"{total:,.2f} hours of one machine"
+    cost = f"{_figure(total * gpus)} GPU-hours" if gpus else f"{_figure(total)} hours of one machine"
     return (
         f"{cost}, {load_seconds / hours.replica_seconds:.1%} of them loading the model once a shard; "
         f"{duration(hours.wall_seconds)} by the clock with {workers} worker{'s' if workers > 1 else ''} like this one"
     )
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.2g}"
 
 
 def _shares(trial: Trial, stages: Sequence[str], *, rest: str | None = None) -> str:
