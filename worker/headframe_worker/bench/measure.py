@@ -86,7 +86,7 @@ class BenchResult:
     """Of the batches of one whole shard."""
     start_seconds: StartSeconds
     ceiling_flops: float
-    """FLOP/s of a square matrix product, on one device."""
+    """FLOP/s of a square matrix product, all devices of the replica together."""
     flops_per_token: float
     """Of the model's matrix products, for each real token; what padding costs is in it."""
     matmul_tokens_per_second: float
@@ -128,7 +128,8 @@ def bench(
                 batches = shard_batches(plan, tokens, engine.batch_tokens)
                 left = max(options.seconds - (time.monotonic() - started), _LEAST * options.seconds)
                 step("ceiling")
-                flops = ceiling(devices[0], TORCH_DTYPE[plan.model.dtype], within_seconds=_CEILING * left)
+                dtype = TORCH_DTYPE[plan.model.dtype]
+                flops = len(devices) * ceiling(devices[0], dtype, within_seconds=_CEILING * left)
                 step("forward")
                 forward = _measure_forward(engine, tokens, batches, devices, left)
                 step("end to end")

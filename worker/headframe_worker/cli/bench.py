@@ -106,7 +106,7 @@ def command(
 def _document(job: ExtractionJob, result: BenchResult) -> dict[str, Any]:
     """The result as --json prints it; the plan as its totals."""
     document = {key: value for key, value in asdict(result).items() if key not in ("plan", "estimate")}
-    hours = result.estimate
+    hours, gpus = result.estimate, job.spec.model.gpus or None
     return document | {
         "plan": {
             "is_sample": result.is_sample,
@@ -120,7 +120,7 @@ def _document(job: ExtractionJob, result: BenchResult) -> dict[str, Any]:
             "workers": max(1, job.spec.workers),
             "tokens_per_second": result.trial.tokens_per_second,
             "bytes_per_second": _write_rate(result),
-            "gpu_hours": hours and hours.replica_seconds * job.spec.model.gpus / _SECONDS_PER_HOUR,
+            "gpu_hours": hours and gpus and hours.replica_seconds * gpus / _SECONDS_PER_HOUR,
             "replica_hours": hours and hours.replica_seconds / _SECONDS_PER_HOUR,
             "wall_hours": hours and hours.wall_seconds / _SECONDS_PER_HOUR,
         },
@@ -136,7 +136,7 @@ def _speeds(result: BenchResult) -> Table:
     """Ever more of the way, each against the step before it."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
-    for name in ("tokens/s", "in products", "of the line above"):
+    for name in ("tokens/s", "FLOP/s", "of the line above"):
         table.add_column(name, justify="right")
     before: float | None = None
     for name, rate in (
