@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def make_parts(parts: int = 6, samples: int = 40, longest: int = 90) -> list[Tok
 
 def open_engine(
     directory: Path,
-    device: torch.device,
+    device: torch.device | Sequence[torch.device],
     parts: list[TokenPart],
     *,
     dtype: torch.dtype = torch.float32,
@@ -76,7 +76,8 @@ def open_engine(
         last_layer=tiny_models.LAYERS - 1,
         dtype=stored,
     )
-    settings = EngineSettings(Checkpoint(directory), [device], dtype, layout, batch_tokens=batch_tokens, fuse=fuse)
+    devices = [device] if isinstance(device, torch.device) else device
+    settings = EngineSettings(Checkpoint(directory), devices, dtype, layout, batch_tokens=batch_tokens, fuse=fuse)
     first = parts[0]
     samples: list[NDArray[np.int32]] = np.split(first.token_ids, np.cumsum(first.lengths)[:-1])
     return Engine(settings, samples, meter=meter or Meter("extract"), stop=threading.Event())
@@ -191,3 +192,58 @@ def test_too_little_memory_is_found_at_start_and_in_the_run(tmp_path: Path) -> N
     del ballast
     assert engine.batch_tokens < at_start
     assert max(relative_error(found[part], expected[part]) for part in expected) <= 1e-4
+
+
+def spread_over() -> list[list[torch.device]]:
+    """One GPU as three stages, and two GPUs where there are two."""
+    first = torch.device("cuda", 0)
+    two = [[first, torch.device("cuda", 1)]] if torch.cuda.device_count() > 1 else []
+    return [[first] * 3, *two]
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_spread_model_gives_the_states_of_one_gpu(tmp_path: Path, family: str, fuse: bool) -> None:
+    """Bit by bit, every part of several rounds: a copy that came too late would differ."""
+    tiny_models.save(family, tmp_path, **SHAPES[family])
+    parts = make_parts(parts=12)
+    one = open_engine(tmp_path, torch.device("cuda", 0), parts, fuse=fuse)
+    expected = run(one, parts)
+    one.close()
+    for devices in spread_over():
+        engine = open_engine(tmp_path, devices, parts, fuse=fuse)
+        assert engine.facts.fusions == one.facts.fusions
+        for _ in range(3):
+            found = run(engine, parts)
+            assert all(torch.equal(found[part], states) for part, states in expected.items())
+        engine.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_no_spread_forward_waits_for_a_device(tmp_path: Path, family: str) -> None:
+    tiny_models.save(family, tmp_path, **SHAPES[family])
+    parts = make_parts()
+    for devices in spread_over():
+        engine = open_engine(tmp_path, devices, parts)
+        run(engine, parts)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(engine, parts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_weights_go_straight_to_their_gpus(tmp_path: Path) -> None:
+    tiny_models.save("llama", tmp_path, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
+    parts = make_parts(parts=1)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(0)
+    before = [torch.cuda.memory_allocated(index) for index in range(2)]
+    engine = open_engine(tmp_path, [torch.device("cuda", index) for index in range(2)], parts, fuse=False)
+    held = [torch.cuda.memory_allocated(index) - before[index] for index in range(2)]
+    peak = torch.cuda.max_memory_allocated(0) - before[0]
+    assert 0.8 < held[1] / held[0] < 1.25, "three layers each; the embedding is small"
+    assert peak < 1.8 * held[0], "the first GPU never held the second one's layers"
+    engine.close()

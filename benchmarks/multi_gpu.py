@@ -1,0 +1,476 @@
+"""Several GPUs of one machine: one replica spread over two, and two workers against one.
+
+    python benchmarks/multi_gpu.py split dense workers --out benchmarks/results/two-gpus.json
+
+split:    layers of the 27B hybrid shape over two GPUs: states equal to one GPU's, and the cost against two replicas.
+dense:    a dense 70B shape, which no single GPU holds: tokens/s, against its matrix products alone on the same GPUs.
+workers:  `headframe run`'s processes on a checkpoint: one against two, to memory and to disk, and one of two killed.
+
+Weights are random, made on the GPUs. All rows of a part come from one process, so their ratios hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from gpu import SHAPES, MatmulRecorder, chat_lengths
+from prepared_output import write_prepared
+
+from headframe_api.manifests import ShardManifest
+from headframe_api.names import shard_manifest_key
+from headframe_worker.engine.budget import TokenBudget
+from headframe_worker.engine.capture import Capture
+from headframe_worker.engine.fusion import apply_fusions, nothing_packed, torch_reference
+from headframe_worker.engine.parts import FilledPart, TokenPart
+from headframe_worker.engine.pipeline import Pipeline
+from headframe_worker.engine.placement import Placement, layer_costs, place
+from headframe_worker.engine.spread import spread
+from headframe_worker.engine.structure import DecoderStack, find_stack
+from headframe_worker.meter import Meter
+from headframe_worker.run.pool import WorkerPool
+
+DENSE_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32768,  # rows of the embedding cost no time
+}
+BUDGET = 16384  # padded tokens a batch
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A model with random weights, ready to fill parts."""
+
+    stack: DecoderStack
+    capture: Capture
+    pipeline: Pipeline
+    seconds: dict[str, float]
+    applied: tuple[str, ...]
+    skipped: dict[str, str]
+
+
+@contextmanager
+def rig(shape: dict[str, Any], layers: int, devices: Sequence[torch.device], slots: Sequence[int]) -> Iterator[Rig]:
+    """Build, spread and fuse; the same weights on any number of devices."""
+    times = [time.perf_counter()]
+    values = {**shape, "num_hidden_layers": layers, "vocab_size": min(shape["vocab_size"], 32768)}
+    config = AutoConfig.for_model(values.pop("model_type"), **values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+    stack = find_stack(model)
+    placement = place(layer_costs(stack.layers, config), devices)
+    initialise(stack, placement)
+    model.requires_grad_(False)
+    synchronize(devices)
+    times.append(time.perf_counter())
+    with nothing_packed() if devices[0].type == "cuda" else torch_reference(model):
+        ways = spread(stack, placement) if len(devices) > 1 else None
+        report = apply_fusions(model, device=devices[0])
+        synchronize(devices)
+        times.append(time.perf_counter())
+        capture = Capture(stack, layers=slots, last="preNorm", ways=ways)
+        pipeline = Pipeline(
+            capture,
+            dtype=torch.bfloat16,
+            slot_names=[*(f"layer.{slot}" for slot in slots), "last.preNorm"],
+            budget=TokenBudget(BUDGET if devices[0].type == "cuda" else 256),
+            meter=Meter("extract"),
+            stop=threading.Event(),
+            grace_seconds=1.0,
+        )
+        seconds = {"build": times[1] - times[0], "fuse": times[2] - times[1]}
+        yield Rig(replace(stack, placement=placement), capture, pipeline, seconds, report.applied, report.skipped)
+        pipeline.close()
+    del model, stack, capture, pipeline
+    if devices[0].type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def initialise(stack: DecoderStack, placement: Placement) -> None:
+    """Random weights straight on each layer's device, the same ones wherever a layer lies."""
+    places = {layer: placement.device_of(index) for index, layer in enumerate(stack.layers)}
+    groups = [(layer, device, index) for index, (layer, device) in enumerate(places.items())]
+    others = [child for child in stack.model.children() if child is not stack.layers]
+    groups += [(child, placement.devices[0], 1000 + index) for index, child in enumerate(others)]
+    for module, device, seed in groups:
+        module.to_empty(device=device)
+        torch.manual_seed(seed)
+        module.apply(stack.model._init_weights)  # noqa: SLF001  # Transformers' own values for norms, gates and rotary positions
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def token_parts(count: int, tokens: int, lengths: Sequence[int], vocabulary: int) -> list[TokenPart]:
+    """Parts of about so many tokens each, longest sample first."""
+    random = np.random.default_rng(0)
+    parts, drawn = [], iter(np.resize(np.array(lengths), count * tokens))
+    for number in range(count):
+        chosen: list[int] = []
+        while sum(chosen) < tokens:
+            chosen.append(int(next(drawn)))
+        sizes = -np.sort(-np.array(chosen, np.int64))
+        ids = random.integers(3, vocabulary, int(sizes.sum())).astype(np.int32)
+        rows = np.arange(len(sizes), dtype=np.int64) + 100_000 * number
+        parts.append(TokenPart(number, rows, sizes, ids, np.ones(len(ids), np.uint8)))
+    return parts
+
+
+def flow(work: Rig, parts: Sequence[TokenPart], keep: int = 0) -> tuple[float, list[np.ndarray]]:
+    """(tokens/s from the first part's end to the last's, the states' bytes of the first `keep` parts)."""
+    ends: list[tuple[float, int]] = []
+    kept: dict[int, np.ndarray] = {}
+    lock = threading.Lock()
+
+    def write(filled: FilledPart) -> None:
+        with lock:
+            ends.append((time.perf_counter(), len(filled.token_ids)))
+        assert not filled.refused
+        if filled.part < keep:
+            kept[filled.part] = filled.states.copy()
+
+    work.pipeline.run(parts, largest_part_tokens=max(part.tokens for part in parts), write=write)
+    tokens = sum(count for _, count in ends[1:])
+    return tokens / (ends[-1][0] - ends[0][0]), [kept[number] for number in sorted(kept)]
+
+
+def matmul_seconds(work: Rig, batch: int, length: int) -> dict[str, float]:
+    """Seconds of one batch's matrix products alone on each device, all devices at work at once."""
+    recorder = MatmulRecorder()
+    ids = torch.randint(3, 1000, (batch, length), device=work.capture.devices[0])
+    with torch.no_grad(), recorder:
+        work.stack.forward(ids)
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for rows, weight in recorder.products:
+        by_device.setdefault(weight.device, []).append((rows, weight))
+    inputs = {
+        (device, rows, weight.shape[0]): torch.randn(rows, weight.shape[0], device=device, dtype=torch.bfloat16)
+        for device, products in by_device.items()
+        for rows, weight in products
+    }
+    times: dict[torch.device, list[float]] = {device: [] for device in by_device}
+    for _ in range(4):
+        events = {}
+        for device, products in by_device.items():
+            with torch.cuda.device(device):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for rows, weight in products:
+                    torch.mm(inputs[device, rows, weight.shape[0]], weight)
+                end.record()
+                events[device] = (start, end)
+        for device, (start, end) in events.items():
+            end.synchronize()
+            times[device].append(start.elapsed_time(end) / 1e3)
+    return {str(device): statistics.median(measured[1:]) for device, measured in times.items()}
+
+
+def describe(work: Rig) -> dict[str, Any]:
+    peak = {
+        str(d): round(torch.cuda.max_memory_allocated(d) / 2**30, 1) for d in work.capture.devices if d.type == "cuda"
+    }
+    return {
+        "placement": str(work.stack.placement),
+        "seconds": work.seconds,
+        "applied": work.applied,
+        "skipped": work.skipped,
+        "peak_gib": peak,
+    }
+
+
+def measure_split(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """The hybrid on one device and spread over all of them: equal states, tokens/s."""
+    shape = SHAPES["tiny" if options.tiny else "hybrid-27b"]
+    layers = options.layers or (4 if options.tiny else 32)
+    slots = [1, layers // 2]
+    lengths = [min(length, 100) for length in chat_lengths(50_000, 0)] if options.tiny else chat_lengths(50_000, 0)
+    size, count = (500, 4) if options.tiny else (65_536, options.parts)
+    result: dict[str, Any] = {"layers": layers}
+    states = {}
+    for name, chosen in (("one", devices[:1]), ("spread", devices)):
+        with rig(shape, layers, chosen, slots) as work:
+            parts = token_parts(count, size, lengths, 1000)
+            flow(work, parts[:2])  # tunes the kernels for these shapes
+            rate, states[name] = flow(work, parts, keep=2)
+            result[name] = {"tokens_per_second": rate, **describe(work)}
+            say(f"split, {name}: {rate:,.0f} tokens/s, {describe(work)}")
+    result["equal"] = all(np.array_equal(a, b) for a, b in zip(states["one"], states["spread"], strict=True))
+    result["of_replicas"] = result["spread"]["tokens_per_second"] / result["one"]["tokens_per_second"] / len(devices)
+    say(f"split: states equal: {result['equal']}, {result['of_replicas']:.3f} of {len(devices)} replicas")
+    return result
+
+
+def measure_dense(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """70B over all devices; a copy of few layers against one device; matrix products alone."""
+    shape = dict(SHAPES["tiny"], model_type="llama") if options.tiny else DENSE_70B
+    layers, few = (8, 4) if options.tiny else (options.layers or 80, 8)
+    length, samples = (16, 8) if options.tiny else (1024, 16)
+    states = []
+    for chosen in (devices[:1], devices):
+        with rig(shape, few, chosen, [1, few // 2]) as work:
+            states.append(flow(work, token_parts(3, samples * length, [length], 1000), keep=3)[1])
+    equal = all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
+    say(f"dense, {few} layers: states equal: {equal}")
+    result: dict[str, Any] = {"layers": layers, "reduced_layers": few, "reduced_equal": equal}
+    slots = [1, layers // 4, layers // 2, 3 * layers // 4, layers - 4]
+    with rig(shape, layers, devices, slots) as work:
+        flow(work, token_parts(3, samples * length, [length], 1000))
+        rate, _ = flow(work, token_parts(options.batches, samples * length, [length], 1000))
+        result |= {"tokens_per_second": rate, **describe(work)}
+        say(f"dense, {layers} layers: {rate:,.0f} tokens/s, {describe(work)}")
+        if devices[0].type == "cuda":
+            alone = matmul_seconds(work, samples, length)
+            limit = samples * length / max(alone.values())
+            result |= {"matmul_seconds": alone, "matmul_tokens_per_second": limit, "of_matmuls": rate / limit}
+            say(f"dense: matmuls alone {limit:,.0f} tokens/s ({alone}); {rate / limit:.3f} of them")
+    return result
+
+
+def measure_workers(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Processes of `headframe run` on a checkpoint in memory: their rates, and the loss of one."""
+    shape = dict(SHAPES["tiny" if options.tiny else "hybrid-27b"])
+    layers = options.layers or (4 if options.tiny else 16)
+    shape |= {"num_hidden_layers": layers, "vocab_size": min(shape["vocab_size"], 32768)}
+    result: dict[str, Any] = {"layers": layers, "cpus": os.cpu_count()}
+    with (
+        tempfile.TemporaryDirectory(dir=options.memory) as memory,
+        tempfile.TemporaryDirectory(dir=options.disk) as disk,
+    ):
+        started = time.perf_counter()
+        checkpoint = Path(memory) / "model"
+        save_checkpoint(shape, checkpoint, devices[0])
+        say(f"workers: checkpoint in {time.perf_counter() - started:.1f} s")
+        for name, folder, workers in (
+            ("memory", memory, 2),
+            ("memory", memory, 1),
+            ("killed", memory, 2),
+            ("disk", disk, 2),
+            ("disk", disk, 1),
+        ):
+            if name in options.runs:
+                one = run_workers(options, checkpoint, Path(folder) / "output", devices, workers, kill=name == "killed")
+                result[f"{name}-{workers}"] = one
+                say(f"workers, {name}, {workers}: {one}")
+    for name in ("memory", "disk"):
+        if f"{name}-1" in result and f"{name}-2" in result:
+            pair = [result[f"{name}-{n}"]["tokens_per_second"] for n in (1, 2)]
+            result[f"{name}_scaling"] = pair[1] / pair[0]
+            say(f"workers, {name}: two are {pair[1] / pair[0]:.3f} times one")
+    return result
+
+
+def save_checkpoint(shape: dict[str, Any], folder: Path, device: torch.device) -> None:
+    values = dict(shape)
+    config = AutoConfig.for_model(values.pop("model_type"), **values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    with device:
+        model = AutoModel.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_workers(
+    options: argparse.Namespace,
+    checkpoint: Path,
+    output: Path,
+    devices: Sequence[torch.device],
+    workers: int,
+    *,
+    kill: bool,
+) -> dict[str, Any]:
+    """Two shards a worker; the rate is the sum of each worker's own, from its first shard's start to its last one's end."""
+    shard_tokens = 2_000 if options.tiny else options.shard_tokens
+    samples, lengths = [], iter(chat_lengths(10**6, 0))
+    random = np.random.default_rng(0)
+    while sum(map(len, samples)) < shard_tokens * 2 * workers:
+        samples.append(random.integers(3, 1000, min(next(lengths), 200 if options.tiny else 4096)))
+    gpus = 0 if devices[0].type == "cpu" else 1
+    job, plan, store = write_prepared(
+        output,
+        checkpoint,
+        samples,
+        model={"gpus": gpus, "dtype": "bfloat16"},
+        states={"layers": [1], "dtype": "bfloat16"},
+        shards=2 * workers,
+        part_target_bytes=(64 << 10) if options.tiny else (512 << 20),
+    )
+    places = [[str(index)] if gpus else [] for index in range(workers)]
+    pool = WorkerPool(job, plan, places, scratch=output / "scratch", stop=threading.Event())
+    watch = Watch(pool, kill=kill)
+    begun = time.perf_counter()
+    done = pool.run([shard.index for shard in plan.shards], watch)
+    tokens = {shard.index: shard.tokens for shard in plan.shards}
+    rates = [
+        sum(tokens[shard] for shard in watch.shards[index]) / (watch.last_end[index] - watch.begin[index])
+        for index in range(workers)
+    ]
+    manifests = [ShardManifest.model_validate_json(store.read(shard_manifest_key(i))) for i in tokens]
+    result = {
+        "tokens_per_second": sum(rates),
+        "each": [round(rate) for rate in rates],
+        "wall_seconds": round(time.perf_counter() - begun, 1),
+        "ready_seconds": [round(watch.begin[index] - begun, 1) for index in range(workers)],
+        "bytes": sum(shard.bytes for shard in done.done.values()),
+        "cpu_cores": [round(watch.cores(index), 2) for index in range(workers)],
+        "resident_gib": [round(watch.resident_bytes[index] / 2**30, 1) for index in range(workers)],
+        "waits": [
+            {name: round(seconds, 2) for name, seconds in worker.meter.seconds.items()} for worker in pool.workers
+        ],
+    }
+    if kill:
+        lost = manifests[watch.lost_shard]
+        again = {part for run in lost.runs for part in run.parts}
+        result |= {
+            "lost_shard": lost.shard,
+            "its_parts": len(lost.parts),
+            "kept_from_the_killed": len(lost.parts) - len(again),
+            "shards_of_the_other": watch.shards[0],
+            "all_done": sorted(done.done) == sorted(tokens),
+        }
+    shutil.rmtree(output)
+    return result
+
+
+class Watch:
+    """Called by the pool several times a second: what each worker has done, what it uses; and kills the second one."""
+
+    def __init__(self, pool: WorkerPool, *, kill: bool) -> None:
+        self._pool, self._kill = pool, kill
+        count = len(pool.workers)
+        self.shards: list[list[int]] = [[] for _ in range(count)]
+        self.begin, self.last_end = [0.0] * count, [0.0] * count
+        self.resident_bytes = [0] * count
+        self._ticks = [(0.0, 0.0)] * count
+        self._first_ticks = [(0.0, 0.0)] * count
+        self._at_work: list[int | None] = [None] * count
+        self.lost_shard = -1
+
+    def __call__(self) -> None:
+        now = time.perf_counter()
+        for index, worker in enumerate(self._pool.workers):
+            before = self._at_work[index]
+            if before is not None and before in self._pool.result.done and before not in self.shards[index]:
+                self.shards[index].append(before)
+                self.last_end[index] = now
+            self._at_work[index] = worker.shard
+            if worker.shard is not None and not self.begin[index]:
+                self.begin[index] = now
+            if worker.process is not None and worker.process.pid and worker.shard is not None:
+                self._look(index, worker.process.pid, now)
+        if self._kill and len(self._pool.workers) > 1:
+            second = self._pool.workers[1]
+            if second.shard is not None and second.process is not None and second.meter.bytes_written > 0:
+                self.lost_shard, self._kill = second.shard, False
+                os.kill(second.process.pid, signal.SIGKILL)
+
+    def _look(self, index: int, pid: int, now: float) -> None:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return
+        spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        self._ticks[index] = (now, spent)
+        if not self._first_ticks[index][0]:
+            self._first_ticks[index] = (now, spent)
+        peaks = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")]
+        self.resident_bytes[index] = max([self.resident_bytes[index], *(1024 * kib for kib in peaks)])
+
+    def cores(self, index: int) -> float:
+        """CPU seconds a second while it worked."""
+        (start, before), (end, after) = self._first_ticks[index], self._ticks[index]
+        return (after - before) / (end - start) if end > start else 0.0
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - STARTED:6.1f} s] {text}", flush=True)
+
+
+def link(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Whether the first two GPUs reach each other's memory, and GB/s of a large copy between them."""
+    first, second = devices[:2]
+    source = torch.randn(1 << 28, device=first)
+    target = torch.empty_like(source, device=second)
+    times = []
+    for _ in range(4):
+        synchronize(devices)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(devices)
+        times.append(time.perf_counter() - start)
+    peers = first != second and torch.cuda.can_device_access_peer(first, second)
+    return {"peer_access": peers, "gigabytes_per_second": source.nbytes / min(times) / 1e9}
+
+
+STARTED = time.perf_counter()
+PARTS: dict[str, Callable[[argparse.Namespace, Sequence[torch.device]], dict[str, Any]]] = {
+    "split": measure_split,
+    "dense": measure_dense,
+    "workers": measure_workers,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measure", nargs="+", choices=PARTS)
+    parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], help="may repeat, and may be cpu")
+    parser.add_argument("--layers", type=int, help="instead of 32 (split), 80 (dense), 16 (workers)")
+    parser.add_argument("--parts", type=int, default=8, help="parts of 65,536 tokens (split)")
+    parser.add_argument("--batches", type=int, default=12, help="batches of 16,384 tokens (dense)")
+    parser.add_argument("--shard-tokens", type=int, default=250_000, help="two such shards a worker (workers)")
+    parser.add_argument("--runs", nargs="+", choices=("memory", "killed", "disk"), default=["memory", "killed", "disk"])
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="memory-backed folder")
+    parser.add_argument("--disk", type=Path, help="folder on disk; a temporary one by default")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the benchmark itself")
+    parser.add_argument("--out", type=Path, help="where the raw numbers go, as JSON")
+    options = parser.parse_args()
+    devices = [torch.device(name) for name in options.devices]
+    result: dict[str, Any] = {
+        "machine": {
+            "gpus": [torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"],
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": torch.version.cuda,
+        }
+    }
+    if devices[0].type == "cuda" and len(devices) > 1:
+        result["link"] = link(devices)
+        say(f"link: {result['link']}")
+    for name in options.measure:
+        result[name] = PARTS[name](options, devices)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
