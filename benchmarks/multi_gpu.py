@@ -219,8 +219,8 @@ def measure_split(options: argparse.Namespace, devices: Sequence[torch.device]) 
     for name, chosen in (("one", devices[:1]), ("spread", devices)):
         with rig(shape, layers, chosen, slots) as work:
             parts = token_parts(count, size, lengths, 1000)
-            flow(work, parts[:2])  # tunes the kernels for these shapes
-            rate, states[name] = flow(work, parts, keep=2)
+            _, states[name] = flow(work, parts[:2], keep=2)  # and tunes the kernels for these shapes
+            rate, _ = flow(work, parts)
             result[name] = {"tokens_per_second": rate, **describe(work)}
             say(f"split, {name}: {rate:,.0f} tokens/s, {describe(work)}")
     result["equal"] = all(np.array_equal(a, b) for a, b in zip(states["one"], states["spread"], strict=True))
