@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import threading
@@ -34,11 +33,12 @@ from transformers import AutoConfig, AutoModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from gpu import SHAPES, MatmulRecorder, chat_lengths
 from prepared_output import write_prepared
+from shapes import SHAPES, chat_lengths
 
 from headframe_api.manifests import ShardManifest
 from headframe_api.names import shard_manifest_key
+from headframe_worker.bench.matmuls import record_products, replay_seconds
 from headframe_worker.engine.budget import TokenBudget
 from headframe_worker.engine.capture import Capture
 from headframe_worker.engine.fusion import apply_fusions, nothing_packed, torch_reference
@@ -50,16 +50,6 @@ from headframe_worker.engine.structure import DecoderStack, find_stack
 from headframe_worker.meter import Meter
 from headframe_worker.run.pool import WorkerPool
 
-DENSE_70B = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32768,  # rows of the embedding cost no time
-}
 BUDGET = 16384  # padded tokens a batch
 
 
@@ -163,35 +153,12 @@ def flow(work: Rig, parts: Sequence[TokenPart], keep: int = 0) -> tuple[float, l
     return tokens / (ends[-1][0] - ends[0][0]), [kept[number] for number in sorted(kept)]
 
 
-def matmul_seconds(work: Rig, batch: int, length: int) -> dict[str, float]:
-    """Seconds of one batch's matrix products alone on each device, all devices at work at once."""
-    recorder = MatmulRecorder()
-    ids = torch.randint(3, 1000, (batch, length), device=work.capture.devices[0])
-    with torch.no_grad(), recorder:
-        work.stack.forward(ids)
-    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for rows, weight in recorder.products:
-        by_device.setdefault(weight.device, []).append((rows, weight))
-    inputs = {
-        (device, rows, weight.shape[0]): torch.randn(rows, weight.shape[0], device=device, dtype=torch.bfloat16)
-        for device, products in by_device.items()
-        for rows, weight in products
-    }
-    times: dict[torch.device, list[float]] = {device: [] for device in by_device}
-    for _ in range(4):
-        events = {}
-        for device, products in by_device.items():
-            with torch.cuda.device(device):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                for rows, weight in products:
-                    torch.mm(inputs[device, rows, weight.shape[0]], weight)
-                end.record()
-                events[device] = (start, end)
-        for device, (start, end) in events.items():
-            end.synchronize()
-            times[device].append(start.elapsed_time(end) / 1e3)
-    return {str(device): statistics.median(measured[1:]) for device, measured in times.items()}
+def matmul_seconds(work: Rig, batch: int, length: int) -> float:
+    """Seconds of one batch's matrix products alone, each on its own device, all devices at work at once."""
+    devices = work.capture.devices
+    ids = torch.randint(3, 1000, (batch, length), device=devices[0])
+    products = record_products(lambda: work.stack.forward(ids))
+    return replay_seconds(products)
 
 
 def describe(work: Rig) -> dict[str, Any]:
@@ -211,47 +178,49 @@ def measure_split(options: argparse.Namespace, devices: Sequence[torch.device]) 
     """The hybrid on one device and spread over all of them: equal states, tokens/s."""
     shape = SHAPES["tiny" if options.tiny else "hybrid-27b"]
     layers = options.layers or (4 if options.tiny else 32)
-    slots = [1, layers // 2]
     lengths = [min(length, 100) for length in chat_lengths(50_000, 0)] if options.tiny else chat_lengths(50_000, 0)
     size, count = (500, 4) if options.tiny else (65_536, options.parts)
-    result: dict[str, Any] = {"layers": layers}
-    states = {}
-    for name, chosen in (("one", devices[:1]), ("spread", devices)):
-        with rig(shape, layers, chosen, slots) as work:
-            parts = token_parts(count, size, lengths, 1000)
-            _, states[name] = flow(work, parts[:2], keep=2)  # and tunes the kernels for these shapes
+    parts = token_parts(count, size, lengths, 1000)
+
+    def measure(name: str, chosen: Sequence[torch.device]) -> tuple[dict[str, Any], list[np.ndarray]]:
+        with rig(shape, layers, chosen, [1, layers // 2]) as work:
+            _, states = flow(work, parts[:2], keep=2)  # and tunes the kernels for these shapes
             rate, _ = flow(work, parts)
-            result[name] = {"tokens_per_second": rate, **describe(work)}
             say(f"split, {name}: {rate:,.0f} tokens/s, {describe(work)}")
-    result["equal"] = all(np.array_equal(a, b) for a, b in zip(states["one"], states["spread"], strict=True))
-    result["of_replicas"] = result["spread"]["tokens_per_second"] / result["one"]["tokens_per_second"] / len(devices)
-    say(f"split: states equal: {result['equal']}, {result['of_replicas']:.3f} of {len(devices)} replicas")
-    return result
+            return {"tokens_per_second": rate, **describe(work)}, states
+
+    one, expected = measure("one", devices[:1])
+    apart, found = measure("spread", devices)
+    equal = all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+    ratio = apart["tokens_per_second"] / one["tokens_per_second"] / len(devices)
+    say(f"split: states equal: {equal}, {ratio:.3f} of {len(devices)} replicas")
+    return {"layers": layers, "one": one, "spread": apart, "equal": equal, "of_replicas": ratio}
 
 
 def measure_dense(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
     """70B over all devices; a copy of few layers against one device; matrix products alone."""
-    shape = dict(SHAPES["tiny"], model_type="llama") if options.tiny else DENSE_70B
+    shape = dict(SHAPES["tiny"], model_type="llama") if options.tiny else SHAPES["dense-70b"]
     layers, few = (8, 4) if options.tiny else (options.layers or 80, 8)
     length, samples = (16, 8) if options.tiny else (1024, 16)
-    states = []
-    for chosen in (devices[:1], devices):
+
+    def parts(count: int) -> list[TokenPart]:
+        return token_parts(count, samples * length, [length], 1000)
+
+    def reduced(chosen: Sequence[torch.device]) -> list[np.ndarray]:
         with rig(shape, few, chosen, [1, few // 2]) as work:
-            states.append(flow(work, token_parts(3, samples * length, [length], 1000), keep=3)[1])
-    equal = all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
+            return flow(work, parts(3), keep=3)[1]
+
+    equal = all(np.array_equal(a, b) for a, b in zip(reduced(devices[:1]), reduced(devices), strict=True))
     say(f"dense, {few} layers: states equal: {equal}")
     result: dict[str, Any] = {"layers": layers, "reduced_layers": few, "reduced_equal": equal}
-    slots = [1, layers // 4, layers // 2, 3 * layers // 4, layers - 4]
-    with rig(shape, layers, devices, slots) as work:
-        flow(work, token_parts(3, samples * length, [length], 1000))
-        rate, _ = flow(work, token_parts(options.batches, samples * length, [length], 1000))
+    with rig(shape, layers, devices, [1, layers // 4, layers // 2, 3 * layers // 4, layers - 4]) as work:
+        flow(work, parts(3))
+        rate, _ = flow(work, parts(options.batches))
         result |= {"tokens_per_second": rate, **describe(work)}
         say(f"dense, {layers} layers: {rate:,.0f} tokens/s, {describe(work)}")
-        if devices[0].type == "cuda":
-            alone = matmul_seconds(work, samples, length)
-            limit = samples * length / max(alone.values())
-            result |= {"matmul_seconds": alone, "matmul_tokens_per_second": limit, "of_matmuls": rate / limit}
-            say(f"dense: matmuls alone {limit:,.0f} tokens/s ({alone}); {rate / limit:.3f} of them")
+        alone = samples * length / matmul_seconds(work, samples, length)
+        result |= {"matmul_tokens_per_second": alone, "of_matmuls": rate / alone}
+        say(f"dense: matmuls alone {alone:,.0f} tokens/s; {rate / alone:.3f} of them")
     return result
 
 

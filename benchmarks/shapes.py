@@ -44,6 +44,17 @@ SHAPES = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
+    "dense-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
     "tiny": {
         "model_type": "qwen3_5_text",
         "hidden_size": 256,
