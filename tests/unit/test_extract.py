@@ -185,6 +185,33 @@ def test_a_sample_that_does_not_fit_alone_is_named(tmp_path: Path, checkpoint: P
     assert error.value.exit_code == 65
 
 
+def test_a_long_sample_waits_for_the_memory_of_those_before_it(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second sample finds no memory while the first one's states are on their way, and goes through after them."""
+    samples = sound_samples([100, 90, 80])
+    plain = prepare(tmp_path / "plain", checkpoint, samples)
+    expected = read_parts(plain[2], extractor(*plain).run(0))
+    job, plan, store = prepare(tmp_path / "output", checkpoint, samples, batch_tokens=50)
+    meter = Meter("extract")
+    extraction = extractor(job, plan, store, meter=meter)
+    extraction.load()
+    out_of_memory = threading.Event()
+
+    def fail_once(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].shape[1] == 90 and not out_of_memory.is_set():
+            out_of_memory.set()
+            raise torch.OutOfMemoryError("out of memory")
+
+    assert extraction._engine is not None
+    extraction._engine._pipeline.capture.stack.layers[1].register_forward_pre_hook(fail_once)
+    batch_done = meter.batch_done
+    monkeypatch.setattr(meter, "batch_done", lambda **counts: out_of_memory.wait(60) and batch_done(**counts))
+    stored = read_parts(store, extraction.run(0))
+    assert meter.out_of_memory_retries == 1
+    assert all(torch.allclose(stored[row], expected[row], rtol=1e-4, atol=1e-5) for row in expected)
+
+
 def test_batches_change_no_row_and_hardly_a_value(tmp_path: Path, checkpoint: Path) -> None:
     manifests, parts = [], []
     for batch_tokens in (40, 1000):

@@ -122,6 +122,8 @@ class _Flow:
         self._done_tokens, self._forward_since = 0, 0.0
         self._waits: dict[str, float] = {}
         self._last_computed: torch.cuda.Event | None = None
+        self._under_way = 0
+        self._landing = threading.Condition()
 
     def run(self, buffers: Sequence[PartBuffer]) -> None:
         for buffer in buffers:
@@ -211,14 +213,32 @@ class _Flow:
             batch = batches[0]
             if self._wants_stop() and not self._is_worth_finishing(batches):
                 raise self._stopped()
+            others = self._under_way
             passing = self._start(part, buffer, batch, is_last=len(batches) == 1)
             if passing is None:
+                self._meter.count_retry("out_of_memory_retries")
+                release_memory(self._capture.devices)
+                if batch.samples == 1 and others:
+                    self._wait_for_others()
+                    continue
                 self._shrink(part, batch)
                 batches = deque(cut_batches(part.lengths, self._budget.tokens, first=batch.first))
                 continue
             batches.popleft()
             self._done_tokens += batch.padded_tokens
+            with self._landing:
+                self._under_way += 1
             self._passing.put(passing)
+
+    def _wait_for_others(self) -> None:
+        """Let the batches before this one give back the memory of their states."""
+        with self._landing:
+            while not self._landing.wait_for(lambda: self._under_way == 0, _GLANCE_SECONDS):
+                if self._failure is not None:
+                    raise ClosedChannelError
+                if self._grace_left() <= 0:
+                    raise self._stopped()
+        release_memory(self._capture.devices)
 
     def _start(self, part: TokenPart, buffer: PartBuffer, batch: Batch, *, is_last: bool) -> _Passing | None:
         """Start one batch's forward and copy; None where memory ran out."""
@@ -274,8 +294,6 @@ class _Flow:
         return staged.states, (started, computed, copying, copied)
 
     def _shrink(self, part: TokenPart, batch: Batch) -> None:
-        self._meter.count_retry("out_of_memory_retries")
-        release_memory(self._capture.devices)
         if batch.samples == 1:
             row, length = int(part.rows[batch.first]), int(part.lengths[batch.first])
             raise DataError(
@@ -327,6 +345,9 @@ class _Flow:
         try:
             while True:
                 self._complete_one(self._passing.get())
+                with self._landing:
+                    self._under_way -= 1
+                    self._landing.notify_all()
         except ClosedChannelError:
             self._full.close()
             raise
