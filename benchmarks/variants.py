@@ -201,16 +201,18 @@ class PackedForward:
         return convolution
 
     def _delta_rule(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def on_gpu(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor) -> Tensor:
+        def on_gpu(
+            q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor, *_: object, **__: object
+        ) -> tuple[Tensor, None]:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
             out, _ = chunk_gated_delta_rule(q, k, v, g=decay, beta=step, cu_seqlens=self.batch.bounds_for_fla)
-            return out
+            return out, None
 
-        def one_by_one(*inputs: Tensor) -> Tensor:
+        def one_by_one(*inputs: Tensor, **_: object) -> tuple[Tensor, None]:
             bounds = self.batch.bounds_on_host.tolist()
             spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-            return torch.cat([plain(*(x[:, span] for x in inputs)) for span in spans], dim=1)
+            return torch.cat([plain(*(x[:, span] for x in inputs[:5]))[0] for span in spans], dim=1), None
 
         return on_gpu if DEVICE.type == "cuda" else one_by_one
 

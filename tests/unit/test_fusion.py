@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
+from headframe_worker.engine import pieces
 from headframe_worker.engine.fusion import (
     FUSIONS,
     apply_fusions,
@@ -144,6 +145,18 @@ def test_merged_weights_are_held_once():
     for parts in ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"):
         owner = stack.layers[0].mlp if parts[0] == "gate_proj" else stack.layers[0].linear_attn
         assert len({getattr(owner, part).weight.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "mistral"])
+def test_long_samples_are_computed_in_pieces(name):
+    """Pieces of 64 tokens of each of two samples; the delta rule's state and the convolution's reach go from one to the next."""
+    stack = tiny(name)
+    tokens = torch.randint(128, (2, 200), generator=torch.Generator().manual_seed(2))
+    plain = states(stack, tokens)
+    apply_fusions(stack, device=CPU)
+    with pieces.at_most(128):
+        in_pieces = states(stack, tokens)
+    assert all(error(f, p) < 1e-5 for f, p in zip(in_pieces, plain, strict=True))
 
 
 @pytest.mark.parametrize("name", FUSIONS)

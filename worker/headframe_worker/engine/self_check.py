@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headframe_api.errors import ConfigError
+from headframe_worker.engine import pieces
 from headframe_worker.engine.batches import pad_right
 from headframe_worker.engine.capture import Capture
 
@@ -26,6 +27,7 @@ NUMBERING_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-
 _LONGEST = 512
 _SHORTEST = 2
 _TRIES = 8
+_PIECE = 128
 
 
 def check_stack(capture: Capture, samples: Sequence[NDArray[np.int32]], slot_names: Sequence[str]) -> float:
@@ -56,6 +58,9 @@ def check_stack(capture: Capture, samples: Sequence[NDArray[np.int32]], slot_nam
             f"(relative difference {error:.1e}, at most {ALONE_LIMIT[dtype]:.0e} is rounding): it cannot be batched",
             reason="NotCausal",
         )
+    longest = max(samples, key=len)
+    if len(longest) > pieces.PIECE_TOKENS:
+        _check_pieces(capture, longest, slot_names, ALONE_LIMIT[dtype])
     _check_numbering(capture, short, alone, slot_names, NUMBERING_LIMIT[dtype])
     return error
 
@@ -81,6 +86,24 @@ def _check_padding(
             f"sample changes {slot_names[worst]} by {differences[worst]:.1e} (relative L2). Bidirectional models, prefix "
             "language models and encoders have no states that could be taken in batches",
             reason="NotCausal",
+        )
+
+
+def _check_pieces(capture: Capture, sample: NDArray[np.int32], slot_names: Sequence[str], limit: float) -> None:
+    """The beginning of a long sample whole and in pieces."""
+    ids = sample[None, :_LONGEST].astype(np.int64)
+    whole = _run(capture, ids)
+    with pieces.at_most(min(_PIECE, pieces.PIECE_TOKENS)):
+        parted = _run(capture, ids)
+    differences = [_error(a, b) for a, b in zip(parted, whole, strict=True)]
+    worst = int(np.argmax(differences))
+    if not differences[worst] <= limit:
+        raise ConfigError(
+            f"spec.dataset.maxLength: samples above {pieces.PIECE_TOKENS:,} tokens are computed in pieces, and "
+            f"{type(capture.stack.model).__name__} gives other states for pieces than for the whole ({slot_names[worst]} differs "
+            f"by {differences[worst]:.1e}, at most {limit:.0e} is rounding); set spec.dataset.maxLength to "
+            f"{pieces.PIECE_TOKENS} or less",
+            reason="UnsupportedModel",
         )
 
 

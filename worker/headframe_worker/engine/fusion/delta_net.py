@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headframe_worker.engine import pieces
 from headframe_worker.engine.fusion.operations import Operations
 from headframe_worker.engine.fusion.packing import Projection, can_pack, pack, separate
 from headframe_worker.engine.fusion.twins import Heads, heads_at
@@ -14,6 +15,7 @@ from headframe_worker.engine.fusion.twins import Heads, heads_at
 PACKED, CONVOLUTION, DELTA_RULE, GATED_NORM = "packed_delta_net", "convolution", "delta_rule", "gated_norm"
 _SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _GROUPED = ("in_proj_qkvz", "in_proj_ba")
+_CHUNK = 64  # tokens that the delta rule's kernels take at once: pieces of whole chunks round as one piece does
 _NUMBERS = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 
 
@@ -38,18 +40,39 @@ class FusedDeltaNet:
     taps: Tensor
 
     def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """[B, T, hidden] to [B, T, hidden]. A 2D padding mask zeroes the padded inputs, as the plain module does."""
+        """[B, T, hidden] to [B, T, hidden], long samples in pieces. A 2D padding mask zeroes the padded inputs, as the plain module does."""
         del kwargs
-        m = self.plain
         if attention_mask is not None:
             hidden_states = hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
-        packed = self.projection(hidden_states)
+        batch, length, _ = hidden_states.shape
+        if batch * length <= pieces.PIECE_TOKENS:
+            return self._tokens(hidden_states)[0]
+        out = torch.empty_like(hidden_states)
+        size = max(1, pieces.PIECE_TOKENS // batch // _CHUNK) * _CHUNK
+        state = None
+        for start in range(0, length, size):
+            reach = min(start, self.taps.shape[0] - 1)
+            stop = min(start + size, length)
+            x = hidden_states[:, start - reach : stop]
+            out[:, start:stop], state = self._tokens(x, reach=reach, state=state, more=stop < length)
+        return out
+
+    def _tokens(
+        self, x: Tensor, *, reach: int = 0, state: Tensor | None = None, more: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mixer's output for x [B, T, hidden] without its first `reach` tokens, which only the convolution needs.
+
+        `state` is that of the delta rule before the first token of the output; returned is that after the last, if `more` come.
+        """
+        m = self.plain
+        packed = self.projection(x)
         heads = (m.num_k_heads, m.head_k_dim, m.num_v_heads, m.head_v_dim)
-        q, k, v = self.ops.convolution(packed, self.columns.qkv, self.taps, *heads)
+        q, k, v = (t[:, reach:] for t in self.ops.convolution(packed, self.columns.qkv, self.taps, *heads))
+        packed = packed[:, reach:]
         decay, step = self.ops.gates(packed, self.columns.a, self.columns.b, m.A_log, m.dt_bias)
-        out = self.ops.delta_rule(q, k, v, decay, step)
+        out, state = self.ops.delta_rule(q, k, v, decay, step, state, more=more)
         out = self.ops.gated_norm(out, packed, self.columns.z, m.norm.weight, m.norm.variance_epsilon)
-        return m.out_proj(out.flatten(2))  # type: ignore[no-any-return]
+        return m.out_proj(out.flatten(2)), state
 
 
 def matches(module: nn.Module) -> bool:

@@ -292,12 +292,15 @@ def gates(packed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) 
     return decay, step
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor) -> Tensor:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor, state: Tensor | None = None, *, more: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """fla's chunked kernel, or FlashQLA's through fla's own dispatch where that package is installed."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415  # a dense model needs no fla
 
-    out, _ = chunk_gated_delta_rule(q, k, v, g=decay, beta=step)
-    return out  # type: ignore[no-any-return]
+    return chunk_gated_delta_rule(  # type: ignore[no-any-return]
+        q, k, v, g=decay, beta=step, initial_state=state, output_final_state=more
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -101,13 +101,19 @@ def gates(packed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) 
     return decay, torch.sigmoid(packed.index_select(-1, b).float())
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor) -> Tensor:
-    """The gated delta rule, one token after the other, from a log decay and a step [B, T, HV]; q and k are normalised already."""
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor, state: Tensor | None = None, *, more: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule, one token after the other, from a log decay and a step [B, T, HV]; q and k are normalised already.
+
+    `state` [B, HV, DK, DV] float32 is what tokens before these left, None is zero; the second result is what these leave, for `more` tokens.
+    """
     repeats = v.shape[2] // k.shape[2]
     query = q.float().repeat_interleave(repeats, dim=2) * q.shape[-1] ** -0.5
     key, value = k.float().repeat_interleave(repeats, dim=2), v.float()
     kept, step = decay.float().exp(), step.float()
-    state = value.new_zeros(*value.shape[:1], value.shape[2], key.shape[-1], value.shape[-1])
+    if state is None:
+        state = value.new_zeros(*value.shape[:1], value.shape[2], key.shape[-1], value.shape[-1])
     out = torch.empty_like(value)
     for t in range(value.shape[1]):
         state = state * kept[:, t, :, None, None]
@@ -115,7 +121,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor) -> 
         delta = (value[:, t] - predicted) * step[:, t, :, None]
         state = state + key[:, t].unsqueeze(-1) * delta.unsqueeze(-2)
         out[:, t] = torch.einsum("bhkv,bhk->bhv", state, query[:, t])
-    return out.to(v.dtype)
+    return out.to(v.dtype), state if more else None
 
 
 def gated_norm(x: Tensor, packed: Tensor, heads: Heads, gain: Tensor, eps: float) -> Tensor:
