@@ -55,6 +55,17 @@ SHAPES = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
+    "sliding-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "vocab_size": 32768,
+    },
     "tiny": {
         "model_type": "qwen3_5_text",
         "hidden_size": 256,

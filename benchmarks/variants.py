@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import SHAPES as MODELS
-from gpu import chat_lengths
+from shapes import SHAPES, build, chat_lengths
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 
+from headframe_worker.bench.timing import median_seconds
 from headframe_worker.engine import pieces
 from headframe_worker.engine.fusion import apply_fusions, nothing_packed, torch_reference
 from headframe_worker.engine.fusion.attention import FusedAttention
@@ -37,52 +36,16 @@ from headframe_worker.engine.pointwise import compute_in_pieces
 from headframe_worker.engine.structure import DecoderStack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU only proves that the parts run
-SHAPES = MODELS | {
-    "sliding": {
-        "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "vocab_size": 32768,
-    }
-}
 BUDGET = 16_384
-
-
-def build(shape: str, layers: int | None) -> nn.Module:
-    """A stack of random weights in bf16."""
-    values = dict(SHAPES[shape])
-    values["num_hidden_layers"] = layers or values["num_hidden_layers"]
-    values["max_position_embeddings"] = 1 << 20
-    config = AutoConfig.for_model(values.pop("model_type"), **values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    with torch.device(DEVICE):
-        return AutoModel.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def plain_kernels(stack: nn.Module) -> AbstractContextManager[None]:
     return nullcontext() if DEVICE.type == "cuda" else torch_reference(stack)
 
 
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def seconds(work: Callable[[], object], repeats: int = 3) -> float:
     """Median time of `work`, after one run that compiles and warms."""
-    work()
-    times = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        work()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return median_seconds(work, [DEVICE], repeats=repeats)
 
 
 def sorted_groups(budget: int, batches: int, longest: int = 4096) -> list[list[int]]:
@@ -417,8 +380,8 @@ def measure_long(stack: nn.Module, lengths: list[int], *, fused: bool) -> dict[s
         ids = torch.randint(stack.config.vocab_size, (1, length), device=DEVICE)
         states: dict[str, Tensor] = {}
         for name, limit in (("pieces", default if DEVICE.type == "cuda" else 16), ("whole", 1 << 40)):
-            pieces.PIECE_TOKENS = limit
             row = result.setdefault(f"{length} {name}", {})
+            pieces.PIECE_TOKENS = limit
             try:
                 stack(input_ids=ids, use_cache=False)
                 if DEVICE.type == "cuda":
@@ -450,7 +413,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the raw numbers go, as JSON")
     options = parser.parse_args()
     torch.manual_seed(0)
-    stack = build(options.shape, options.layers)
+    stack = build(options.shape, options.layers, DEVICE)
     result: dict[str, Any] = {"shape": options.shape, "layers": len(stack.layers)}
     work: dict[str, Callable[[], dict[str, Any]]] = {
         "packing": lambda: measure_packing(stack, options.batches),
@@ -462,7 +425,7 @@ def main() -> None:
     with plain_kernels(stack), attention_in_blocks(stack), nothing_packed(), torch.no_grad():
         if "long-plain" in options.parts:
             result["long-plain"] = measure_long(stack, options.lengths, fused=False)
-            stack = build(options.shape, options.layers)
+            stack = build(options.shape, options.layers, DEVICE)
         if set(options.parts) & set(work):
             result["applied"] = apply_fusions(stack, device=DEVICE).applied
         for part, measure in work.items():
