@@ -310,7 +310,8 @@ def run_workers(
         "wall_seconds": round(time.perf_counter() - begun, 1),
         "ready_seconds": [round(watch.begin[index] - begun, 1) for index in range(workers)],
         "bytes": sum(shard.bytes for shard in done.done.values()),
-        "cpu_cores": [round(watch.cores(index), 2) for index in range(workers)],
+        "cpus_given": [len(worker.cpus) for worker in pool.workers],
+        "cpu_cores_used": [round(watch.cores(index), 2) for index in range(workers)],
         "resident_gib": [round(watch.resident_bytes[index] / 2**30, 1) for index in range(workers)],
         "waits": [
             {name: round(seconds, 2) for name, seconds in worker.meter.seconds.items()} for worker in pool.workers

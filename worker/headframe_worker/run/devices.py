@@ -1,25 +1,13 @@
-"""Which GPUs this machine lets us use, found without loading torch in the parent process."""
+"""Which GPUs and CPUs each worker process of a local run gets."""
 
 from __future__ import annotations
 
-import os
-
-import pynvml
+from collections.abc import Sequence
 
 from headframe_api.errors import ConfigError
 from headframe_api.spec import ExtractionJobSpec
-
-
-def visible_gpus() -> list[str]:
-    """Identifiers for CUDA_VISIBLE_DEVICES, one a usable GPU; empty without a driver."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [entry.strip() for entry in listed.split(",") if entry.strip() not in ("", "-1", "NoDevFiles")]
-    try:
-        pynvml.nvmlInit()
-        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
+from headframe_worker.gpus import near_cpus, visible_gpus
+from headframe_worker.run.cores import allowed_cpus, divide_cores, read_cores
 
 
 def worker_devices(spec: ExtractionJobSpec, shards: int, workers: int | None) -> list[list[str]]:
@@ -44,3 +32,11 @@ def worker_devices(spec: ExtractionJobSpec, shards: int, workers: int | None) ->
             f"--workers: {workers} workers of {per_worker} GPUs need {workers * per_worker}; {len(gpus)} are visible"
         )
     return groups[: max(1, min(workers or len(groups), shards))]
+
+
+def worker_cpus(devices: Sequence[Sequence[str]]) -> list[frozenset[int]]:
+    """The CPUs of each worker process, given its GPUs; empty for workers on the CPU, which the kernel spreads better."""
+    if not any(devices):
+        return [frozenset() for _ in devices]
+    allowed = allowed_cpus()
+    return divide_cores([near_cpus(list(gpus)) for gpus in devices], allowed, read_cores(allowed))

@@ -19,6 +19,7 @@ from headframe_api.exit_codes import ExitCode
 from headframe_api.job import ExtractionJob
 from headframe_api.plan import Plan
 from headframe_worker.meter import Meter
+from headframe_worker.run.devices import worker_cpus
 from headframe_worker.run.worker import Message, Ready, ShardDone, WorkerFailed, work
 
 GRACE_SECONDS = 60.0
@@ -33,6 +34,8 @@ class Worker:
 
     index: int
     gpus: Sequence[str]
+    cpus: frozenset[int]
+    """Where its process runs; empty leaves it to the kernel."""
     process: BaseProcess | None = None
     connection: Connection | None = None
     shard: int | None = None
@@ -57,7 +60,8 @@ class WorkerPool:
     def __init__(
         self, job: ExtractionJob, plan: Plan, devices: Sequence[Sequence[str]], *, scratch: Path, stop: threading.Event
     ) -> None:
-        self.workers = [Worker(index, gpus) for index, gpus in enumerate(devices)]
+        cpus = worker_cpus(devices)
+        self.workers = [Worker(index, gpus, cpus[index]) for index, gpus in enumerate(devices)]
         self.result = PoolResult()
         self._job, self._plan, self._scratch, self._stop = job, plan, scratch, stop
         self._attempts: Counter[int | None] = Counter()
@@ -104,7 +108,9 @@ class WorkerPool:
         scratch = self._scratch / f"worker-{worker.index}"
         scratch.mkdir(parents=True, exist_ok=True)
         worker.process = _SPAWN.Process(
-            target=work, args=(theirs, self._job, self._plan, scratch, self._threads), name=f"headframe-{worker.index}"
+            target=work,
+            args=(theirs, self._job, self._plan, scratch, self._threads, worker.cpus),
+            name=f"headframe-{worker.index}",
         )
         with _environment(CUDA_VISIBLE_DEVICES=",".join(worker.gpus)):
             worker.process.start()

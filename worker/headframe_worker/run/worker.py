@@ -54,8 +54,17 @@ class WorkerFailed:
 Message = Ready | ShardDone | WorkerFailed | Meter
 
 
-def work(connection: Connection, job: ExtractionJob, plan: Plan, scratch: Path, threads: int | None) -> None:
+def work(
+    connection: Connection,
+    job: ExtractionJob,
+    plan: Plan,
+    scratch: Path,
+    threads: int | None,
+    cpus: frozenset[int],
+) -> None:
     """The process' main: messages go up the connection, shard numbers come down, None means stop."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)  # before any thread and any buffer is made
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     set_up_log()
     tqdm.set_lock(threading.RLock())  # its own lock is a semaphore of the system, which os._exit would leave behind
