@@ -74,6 +74,13 @@ TOOLS = {
         ),
         GoTool("helm", "helm.sh/helm/v3", "helm.sh/helm/v3/cmd/helm"),
         GoTool("helm-docs", "github.com/norwoodj/helm-docs", "github.com/norwoodj/helm-docs/cmd/helm-docs"),
+        GoTool("grafana-schema", "github.com/grafana/grafana-foundation-sdk/go", "."),
+        GoTool(
+            "kube-network-policies",
+            "sigs.k8s.io/kube-network-policies",
+            "sigs.k8s.io/kube-network-policies/cmd",
+            data="charts",
+        ),
         GoTool("kueue", "sigs.k8s.io/kueue", "sigs.k8s.io/kueue/cmd/kueue", data="config"),
     )
 }

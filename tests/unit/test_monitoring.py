@@ -2,7 +2,10 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -18,6 +21,7 @@ from monitoring.alerts import ALERTS
 from monitoring.extraction_jobs import extraction_jobs_dashboard
 from monitoring.workers import workers_dashboard
 from testbed.helm import CHART, ROOT
+from testbed.tools import go_tool, require
 
 DASHBOARDS = {"extractionjobs": extraction_jobs_dashboard(), "workers": workers_dashboard()}
 
@@ -75,6 +79,34 @@ def test_a_dashboard_is_whole(name: str) -> None:
         assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
     assert len(set(places)) == len(places), "panels lie on one another"
+
+
+def judged_by_grafana(*files: Path) -> str:
+    """What Grafana's own schema has against dashboards; nothing when it takes them."""
+    with require():
+        program = go_tool("grafana-schema")
+    return subprocess.run([program, *files], capture_output=True, text=True, check=False).stderr
+
+
+def test_grafana_takes_the_dashboards() -> None:
+    assert not judged_by_grafana(*(CHART / f"files/dashboards/{name}.json" for name in DASHBOARDS))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        ("options", {"bogus": 1}, "unexpected field 'bogus'"),
+        ("options", {"legend": {}}, "displayMode: required field is missing"),
+        ("title", 3, "cannot unmarshal number"),
+    ],
+)
+def test_grafana_refuses_what_is_wrong(path: str, value: Any, complaint: str, tmp_path: Path) -> None:
+    """Else the test above would prove nothing."""
+    document = json.loads((CHART / "files/dashboards/workers.json").read_text())
+    panel = next(panel for panel in document["panels"] if panel["type"] == "timeseries")
+    panel[path] = panel[path] | value if path == "options" else value
+    (tmp_path / "wrong.json").write_text(json.dumps(document))
+    assert complaint in judged_by_grafana(tmp_path / "wrong.json")
 
 
 def test_every_alert_has_its_runbook() -> None:
