@@ -55,6 +55,11 @@ test-system: $(MODEL)  ## whole jobs here with a real S3 server, the operator on
 cluster: .venv/installed  ## a Kubernetes on this machine with Headframe installed, until Ctrl-C; needs root and .ci/system-packages
 	@PYTHONPATH=tests $(BIN)/python -m testbed.installed
 
+.PHONY: pictures
+pictures: .venv/installed  ## draw docs/images from a run on the cluster of this machine
+	@$(UV) matplotlib
+	@PYTHONPATH=tests $(BIN)/python -m testbed.pictures
+
 .PHONY: cluster-down
 cluster-down:  ## remove the cluster that `make cluster` runs
 	@pid="$${XDG_CACHE_HOME:-$$HOME/.cache}/headframe/cluster/pid"; \

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import yaml
@@ -15,7 +17,8 @@ import yaml
 from monitoring.alerts import ALERTS
 from testbed.helm import CHART
 from testbed.images import known_images
-from testbed.installed import EXAMPLE, NAMESPACE, Installed, headframe_installed
+from testbed.installed import BUCKET, EXAMPLE, NAMESPACE, Installed, headframe_installed
+from testbed.network_policies import network_policies_enforced
 from testbed.node import NODE_NAME, NodeCluster
 from testbed.process import wait_until
 from testbed.prometheus import Prometheus
@@ -23,7 +26,9 @@ from testbed.tools import require
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 Json = dict[str, Any]
-OUTPUT = "s3://headframe/{name}"
+SAMPLES = 24
+OUTAGE_SECONDS = float(os.environ.get("HEADFRAME_OUTAGE_SECONDS", "0"))
+"""How long the store is gone at least; it is always gone until the status tells of it."""
 EMPTY_ON_A_GOOD_CPU_RUN = {
     "What stands in the way": "nothing does",
     "Blocked": "nothing is",
@@ -36,14 +41,76 @@ EMPTY_ON_A_GOOD_CPU_RUN = {
 """Panels without data on such a run, and why that is right."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run of the example that succeeded, between two moments in seconds since 1970."""
+
+    namespace: str
+    status: Json
+    prometheus: Prometheus
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A running pod with Python, from which connections are tried."""
+
+    installed: Installed
+    namespace: str
+    pod: str
+
+    @classmethod
+    def new(cls, installed: Installed, namespace: str) -> Self:
+        """A pod of nobody's, made for it."""
+        wait = ["python3", "-c", "import signal; signal.sigwait([signal.SIGTERM])"]
+        allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        image = known_images("localhost/headframe-operator")[0]
+        container = {"name": "caller", "image": image, "command": wait, "securityContext": allowed}
+        secure = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        spec = {"containers": [container], "securityContext": secure, "terminationGracePeriodSeconds": 0}
+        metadata = {"name": "caller", "namespace": namespace}
+        installed.cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        installed.cluster.kubectl("wait", "pod/caller", "-n", namespace, "--for=condition=Ready", "--timeout=60s")
+        return cls(installed, namespace, "caller")
+
+    def address(self) -> str:
+        return str(self.installed.cluster.get("pod", self.pod, self.namespace)["status"]["podIP"])
+
+    def reaches(self, host: str, port: int) -> bool:
+        """Whether a TCP connection from the pod is made; a NetworkPolicy lets it hang."""
+        program = f"import socket; s = socket.socket(); s.settimeout(2); print(s.connect_ex(('{host}', {port})))"
+        command = ["exec", self.pod, "-n", self.namespace, "--", "python3", "-c", program]
+        return self.installed.cluster.kubectl(*command).strip() == "0"
+
+
 @pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     with require(), headframe_installed(node_cluster, tmp_path_factory.mktemp("s3")) as made:
         yield made
 
 
+@pytest.fixture(scope="module")
+def quickstart(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """The example, run to its end without a disturbance, and the Prometheus that watched."""
+    with (
+        drafters(installed) as namespace,
+        Prometheus(tmp_path_factory.mktemp("prometheus"), installed.cluster, installed.documents()) as prometheus,
+    ):
+        started = time.time()
+        apply_example(installed, namespace)
+        status = wait_for_success(installed, namespace)
+        yield Run(namespace, status, prometheus, started, time.time())
+
+
 @pytest.fixture
 def namespace(installed: Installed) -> Iterator[str]:
+    with drafters(installed) as name:
+        yield name
+
+
+@contextmanager
+def drafters(installed: Installed) -> Iterator[str]:
     """A namespace with the store's credentials, under Restricted Pod Security."""
     with installed.cluster.namespace("drafters") as name:
         installed.cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
@@ -51,53 +118,70 @@ def namespace(installed: Installed) -> Iterator[str]:
         yield name
 
 
-def apply_example(installed: Installed, namespace: str, name: str = "cluster-quickstart", limit: int = 48) -> None:
+def apply_example(installed: Installed, namespace: str, name: str = "cluster-quickstart") -> None:
+    """Half the samples: enough to be disturbed."""
     job = yaml.safe_load(EXAMPLE.read_text())
     job["metadata"] |= {"name": name, "namespace": namespace}
-    job["spec"]["output"]["uri"] = OUTPUT.format(name=name)
-    job["spec"]["dataset"]["limit"] = limit
+    job["spec"]["output"]["uri"] = f"s3://{BUCKET}/{name}"
+    job["spec"]["dataset"]["limit"] = SAMPLES
     installed.cluster.apply(job)
 
 
 def wait_for_success(installed: Installed, namespace: str, name: str = "cluster-quickstart") -> Json:
-    """The ExtractionJob once it has ended; a failure is told in its own words."""
+    """The status of the ExtractionJob once it has ended; a failure is told in its own words."""
 
-    def ended() -> bool:
-        return installed.cluster.get("xj", name, namespace).get("status", {}).get("phase") in ("Succeeded", "Failed")
+    def status() -> Json:
+        return dict(installed.cluster.get("xj", name, namespace).get("status", {}))
 
-    wait_until(ended, timeout_seconds=1200, poll_seconds=1)
-    job = installed.cluster.get("xj", name, namespace)
-    assert job["status"]["phase"] == "Succeeded", json.dumps(job["status"], indent=1)
-    return job
-
-
-def wait_for_worker(installed: Installed, namespace: str) -> str:
-    """The name of a pod that extracts now."""
-    selector = "--selector=headframe.dev/stage=extract"
-    running: list[str] = []
-
-    def one_is_ready() -> bool:
-        pods = json.loads(installed.cluster.kubectl("get", "pods", "-n", namespace, selector, "-o", "json"))["items"]
-        ready = [
-            pod["metadata"]["name"]
-            for pod in pods
-            if "deletionTimestamp" not in pod["metadata"]
-            and any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
-        ]
-        running[:] = ready
-        return bool(ready)
-
-    wait_until(one_is_ready, timeout_seconds=600, poll_seconds=0.5)
-    return running[0]
+    wait_until(lambda: status().get("phase") in ("Succeeded", "Failed"), timeout_seconds=1200, poll_seconds=1)
+    assert status()["phase"] == "Succeeded", json.dumps(status(), indent=1)
+    return status()
 
 
-def verify(installed: Installed, name: str = "cluster-quickstart", *options: str) -> str:
-    command = [Path(sys.executable).parent / "headframe", "verify", OUTPUT.format(name=name), *options]
+def extract_pods(installed: Installed, namespace: str) -> list[Json]:
+    listed = installed.cluster.kubectl(
+        "get", "pods", "-n", namespace, "-l", "headframe.dev/stage=extract", "-o", "json"
+    )
+    return list(json.loads(listed)["items"])
+
+
+def wait_for_worker(installed: Installed, namespace: str) -> Json:
+    """A pod that extracts now."""
+
+    def extracts(pod: Json) -> bool:
+        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
+        return ready and "deletionTimestamp" not in pod["metadata"]
+
+    def found() -> list[Json]:
+        return [pod for pod in extract_pods(installed, namespace) if extracts(pod)]
+
+    wait_until(found, timeout_seconds=600, poll_seconds=0.5)
+    return found()[0]
+
+
+def verify(name: str, installed: Installed, *options: str) -> None:
+    command = [Path(sys.executable).parent / "headframe", "verify", f"s3://{BUCKET}/{name}", *options]
     result = subprocess.run(
         command, env=os.environ | installed.s3.environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+
+
+def stored(name: str, installed: Installed) -> dict[str, bytes]:
+    """Every object of an output that holds data, by its key below the output."""
+    client, prefix = installed.s3.client(), f"{name}/"
+    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]]
+    data = [key for key in keys if key.endswith((".safetensors", ".arrow", ".parquet", ".jsonl"))]
+    return {key.removeprefix(prefix): client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in data}
+
+
+def assert_same_output(name: str, installed: Installed, quickstart: Run) -> None:
+    """Bit for bit what the undisturbed run wrote."""
+    assert quickstart.status["phase"] == "Succeeded"
+    expected, found = stored("cluster-quickstart", installed), stored(name, installed)
+    assert len([key for key in expected if key.startswith("states/")]) == 4
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if found[key] != expected[key]] == []
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:
@@ -110,42 +194,38 @@ def panel_queries() -> Iterator[tuple[str, str]]:
                 yield panel["title"], text
 
 
-def test_the_quickstart_succeeds_and_prometheus_sees_it(installed: Installed, namespace: str, tmp_path: Path) -> None:
-    started = time.time()
-    with Prometheus(tmp_path / "prometheus", installed.cluster, installed.documents()) as prometheus:
-        apply_example(installed, namespace)
-        job = wait_for_success(installed, namespace)
-        ended = time.time()
-        status = job["status"]
-        assert status["plan"]["samples"] == 48
-        assert status["shards"]["summary"] == "4/4"
-        assert status["progress"]["percent"] == 100
-        assert {c["type"] for c in status["conditions"] if c["status"] == "True"} == {
-            "Prepared",
-            "Extracted",
-            "Complete",
-        }
-        verify(installed, "cluster-quickstart", "--deep")
-
-        assert {series["metric"]["headframe"] for series in prometheus.query("sum by (headframe) (up == 1)")} >= {
-            "operator"
-        }
-        scraped = prometheus.query_range('headframe_samples_total{headframe="worker"}', started, ended)
-        assert {series["metric"]["shard"] for series in scraped} == {"0", "1", "2", "3"}
-        assert {(s["metric"]["namespace"], s["metric"]["job"]) for s in scraped} == {(namespace, "cluster-quickstart")}
-        empty = {title for title, query in panel_queries() if not prometheus.query_range(query, started, ended)}
-        assert empty <= set(EMPTY_ON_A_GOOD_CPU_RUN)
-        for alert in ALERTS:  # each is a query that Prometheus takes; none but the waiting of a slow machine fires
-            prometheus.query_range(alert.expression, started, ended)
-        firing = prometheus.query_range('ALERTS{alertstate="firing"}', started, ended)
-        assert {series["metric"]["alertname"] for series in firing} <= {"HeadframeGpuWaits"}
+def test_the_quickstart_succeeds(installed: Installed, quickstart: Run) -> None:
+    status = quickstart.status
+    assert status["plan"]["samples"] == SAMPLES
+    assert status["shards"]["summary"] == "4/4"
+    assert status["progress"]["percent"] == 100
+    true = {condition["type"] for condition in status["conditions"] if condition["status"] == "True"}
+    assert true == {"Prepared", "Extracted", "Complete"}
+    verify("cluster-quickstart", installed, "--deep")
 
 
-def test_disruptions_change_nothing(installed: Installed, namespace: str) -> None:
-    """A worker deleted, the operator restarted, the node drained, the store gone for a while: whole output, no failure counted."""
+def test_prometheus_sees_the_run(quickstart: Run) -> None:
+    prometheus, span = quickstart.prometheus, (quickstart.started, quickstart.ended)
+    up = {series["metric"]["headframe"] for series in prometheus.query_range("sum by (headframe) (up == 1)", *span)}
+    assert up == {"operator", "worker"}
+    scraped = prometheus.query_range('headframe_samples_total{headframe="worker"}', *span)
+    assert {series["metric"]["shard"] for series in scraped} == {"0", "1", "2", "3"}
+    names = {(series["metric"]["namespace"], series["metric"]["job"]) for series in scraped}
+    assert names == {(quickstart.namespace, "cluster-quickstart")}
+    empty = {title for title, query in panel_queries() if not prometheus.query_range(query, *span)}
+    assert empty <= set(EMPTY_ON_A_GOOD_CPU_RUN)
+    for alert in ALERTS:  # each is a query that Prometheus takes; none but the waiting of a slow machine fires
+        prometheus.query_range(alert.expression, *span)
+    firing = prometheus.query_range('ALERTS{alertstate="firing"}', *span)
+    assert {series["metric"]["alertname"] for series in firing} <= {"HeadframeGpuWaits"}
+
+
+def test_disruptions_change_nothing(installed: Installed, namespace: str, quickstart: Run) -> None:
+    """A worker deleted, the operator restarted, the node drained, the store gone for a while: the same bits, no failure counted."""
     cluster, name = installed.cluster, "disrupted"
-    apply_example(installed, namespace, name, limit=96)
-    cluster.kubectl("delete", "pod", wait_for_worker(installed, namespace), "-n", namespace, "--wait=false")
+    apply_example(installed, namespace, name)
+    worker = wait_for_worker(installed, namespace)["metadata"]["name"]
+    cluster.kubectl("delete", "pod", worker, "-n", namespace, "--wait=false")
     cluster.kubectl("rollout", "restart", "deployment/headframe", "-n", NAMESPACE)
     wait_for_worker(installed, namespace)
     cluster.kubectl("cordon", NODE_NAME)
@@ -157,6 +237,7 @@ def test_disruptions_change_nothing(installed: Installed, namespace: str) -> Non
     cluster.kubectl("rollout", "status", "deployment/headframe", "-n", NAMESPACE, "--timeout=180s")
     wait_for_worker(installed, namespace)
     installed.s3.stop()
+    over = time.monotonic() + OUTAGE_SECONDS
     try:
 
         def told() -> bool:
@@ -164,16 +245,52 @@ def test_disruptions_change_nothing(installed: Installed, namespace: str) -> Non
             return any(condition["reason"] == "WorkerWaiting" for condition in conditions)
 
         wait_until(told, timeout_seconds=300, poll_seconds=0.5)
+        wait_until(lambda: time.monotonic() > over, OUTAGE_SECONDS + 1, poll_seconds=0.5)
     finally:
         installed.s3.start()
-    job = wait_for_success(installed, namespace, name)
-    assert job["status"]["shards"]["failed"] == 0
-    verify(installed, name)
+    status = wait_for_success(installed, namespace, name)
+    assert status["shards"]["failed"] == 0
+    verify(name, installed)
+    assert_same_output(name, installed, quickstart)
 
 
-def test_helm_test_passes(installed: Installed) -> None:
-    told = installed.helm("test", "headframe", "--logs", "--timeout=10m")
-    assert "extracted and verified" in told
+def test_an_upgrade_and_a_rollback_leave_a_running_job_alone(
+    installed: Installed, namespace: str, quickstart: Run
+) -> None:
+    """No pod is restarted or replaced. In between the release has NetworkPolicies, and what they should refuse is refused."""
+    cluster, name = installed.cluster, "upgraded"
+    apply_example(installed, namespace, name)
+    worker = wait_for_worker(installed, namespace)
+    jobs = cluster.kubectl("get", "jobs", "-n", namespace, "-o", "jsonpath={.items[*].metadata.uid}").split()
+    with network_policies_enforced(cluster), cluster.namespace("prometheus") as monitoring:
+        peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": monitoring}}}]
+        policy = {"enabled": True, "workerNamespaces": [namespace], "prometheus": peers}
+        installed.helm(
+            "upgrade", "headframe", CHART, "--reuse-values", "--wait", f"--set-json=networkPolicy={json.dumps(policy)}"
+        )
+        operator = Caller(installed, NAMESPACE, installed.operator_pod())
+        prometheus, stranger = (Caller.new(installed, where) for where in (monitoring, namespace))
+        to_worker, to_operator = (worker["status"]["podIP"], 8080), (operator.address(), 8080)
+        wait_until(lambda: not stranger.reaches(*to_operator))
+        assert not stranger.reaches(*to_worker)
+        assert prometheus.reaches(*to_operator)
+        assert prometheus.reaches(*to_worker)
+        assert operator.reaches(*to_worker)
+        assert not operator.reaches(installed.s3.host, installed.s3.port), (
+            "its way out is the API server, DNS and workers"
+        )
+        assert stranger.reaches(installed.s3.host, installed.s3.port)
+        assert "extracted and verified" in installed.helm("test", "headframe", "--logs", "--timeout=10m")
+        installed.helm("rollback", "headframe", "--wait")
+        assert stranger.reaches(Caller(installed, NAMESPACE, installed.operator_pod()).address(), 8080)
+    wait_for_success(installed, namespace, name)
+    pods = extract_pods(installed, namespace)
+    assert len(pods) == 4, "each shard had one pod"
+    assert worker["metadata"]["uid"] in {pod["metadata"]["uid"] for pod in pods}
+    assert {status["restartCount"] for pod in pods for status in pod["status"]["containerStatuses"]} == {0}
+    left = cluster.kubectl("get", "jobs", "-n", namespace, "-o", "jsonpath={.items[*].metadata.uid}").split()
+    assert set(jobs) <= set(left)
+    assert_same_output(name, installed, quickstart)
 
 
 def test_the_operator_is_small_and_neither_image_has_a_compiler(installed: Installed) -> None:

@@ -46,5 +46,5 @@ def _run(*arguments: str | Path) -> str:
     }
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode != 0:
-        raise RuntimeError(f"helm {' '.join(map(str, arguments))}: {result.stderr.strip()}")
+        raise RuntimeError(f"helm {' '.join(map(str, arguments))}: {result.stderr.strip()}\n{result.stdout.strip()}")
     return result.stdout

@@ -57,6 +57,19 @@ def busybox_image() -> str:
     return name
 
 
+def program_image(program: Path, path: str) -> str:
+    """One statically linked program at `path` (without the first slash) and nothing else; return the image's name."""
+    name = f"localhost/testbed/{program.name}:{_digest(path + _digest_of_file(program))}"
+    with locked(_STORE / "storage"):
+        if not _exists(name):
+            with TemporaryDirectory(dir=_STORE, prefix=".program-") as folder:
+                root = Path(folder) / "root"
+                (root / path).parent.mkdir(parents=True)
+                shutil.copy(program, root / path)
+                _commit(name, root, command=f"/{path}")
+    return name
+
+
 def build_image(
     name: str,
     root: Path,
@@ -78,12 +91,13 @@ def build_image(
     full_name = f"localhost/{name}:{_digest(repr((inputs, options)))}"
     with locked(_STORE / "storage"):
         if not _exists(full_name):
+            _run([*_buildah("rm"), "--all"])  # what a build that failed or was killed left: gigabytes
             with TemporaryDirectory(dir=_STORE, prefix=".context-") as folder:
                 context = Path(folder) / "context"
                 for file in files:
                     (context / file).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(root / file, context / file)
-                how = ["--layers", "--pull-never", "--network=host", *_trust(Path(folder)), *options]
+                how = ["--layers", "--pull-never", "--network=host", _trust(), *options]
                 _run([*_buildah("build"), *how, "--file", context / dockerfile, "--tag", full_name, context])
             for old in known_images(f"localhost/{name}")[_KEPT:]:
                 _run([*_buildah("rmi"), old])
@@ -105,12 +119,10 @@ def save_image(name: str) -> "subprocess.Popen[bytes]":
     )
 
 
-def _trust(folder: Path) -> list[str]:
-    """Mounts for RUN steps: the host's certificates, and word to uv to use them."""
+def _trust() -> str:
+    """A mount for RUN steps: the host's certificates."""
     bundle = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile or _CA_BUNDLE
-    uv = folder / "uv.toml"
-    uv.write_text("system-certs = true\n")
-    return [f"--volume={bundle}:{_CA_BUNDLE}:ro", f"--volume={uv}:/etc/uv/uv.toml:ro"]
+    return f"--volume={bundle}:{_CA_BUNDLE}:ro"
 
 
 def _files(root: Path, paths: Sequence[str]) -> list[Path]:

@@ -45,6 +45,12 @@ class Installed:
         """What the release renders."""
         return render(*self.values, namespace=NAMESPACE)
 
+    def operator_pod(self) -> str:
+        """The name of the operator's pod; there is one at a time."""
+        label = "app.kubernetes.io/component=operator"
+        (pod,) = self.cluster.kubectl("get", "pods", "-n", NAMESPACE, "-l", label, "-o", "name").split()
+        return pod.removeprefix("pod/")
+
     def give_credentials(self, namespace: str) -> None:
         """Make the Secret that the example names."""
         data = {key: value for key, value in self.s3.environment.items() if key != "AWS_EC2_METADATA_DISABLED"}

@@ -22,6 +22,7 @@ ADDRESS = "10.88.0.1"  # the machine's on the bridge
 POD_ADDRESSES = "10.88.0.0/16"
 STATE = Path("/run/headframe-testbed")
 CGROUP = "headframe-testbed"
+NETWORK_POLICY_RULES = ("inet", "kube-network-policies")
 _CGROUPS = Path("/sys/fs/cgroup")
 _FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 
@@ -70,10 +71,17 @@ def _clean_up() -> None:
             wait_until(partial(_removed, Path(group)))
     if Path("/sys/class/net", BRIDGE).exists():
         _ip("link", "delete", BRIDGE)
-    for family in ("ip", "ip6"):  # kube-proxy leaves its rules in place when it ends
-        subprocess.run(
-            [system_tool("nft", "nftables"), "delete", "table", family, "kube-proxy"], capture_output=True, check=False
-        )
+    remove_packet_rules()
+
+
+def remove_packet_rules(*tables: tuple[str, str]) -> None:
+    """Delete tables of nftables, each a family and a name, where they are there; all that a node makes when none is named.
+
+    The programs that make them leave them in place when they end.
+    """
+    for family, name in tables or (("ip", "kube-proxy"), ("ip6", "kube-proxy"), NETWORK_POLICY_RULES):
+        nft = [system_tool("nft", "nftables"), "delete", "table", family, name]
+        subprocess.run(nft, capture_output=True, check=False)
 
 
 def _traces() -> list[Path]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -20,6 +22,7 @@ from headframe_worker.meter import Meter
 from headframe_worker.serve.health import StallWatch
 from headframe_worker.serve.server import MeterServer
 from headframe_worker.stores.observer import tell
+from testbed.process import wait_until
 
 
 def busy_meter() -> Meter:
@@ -189,3 +192,24 @@ def test_a_waiting_store_is_the_meters_state_until_it_answers() -> None:
     meter.set_state("done")
     observer.waiting(None)
     assert meter.state == "done"
+
+
+def test_a_client_that_hangs_up_is_not_news(capfd: pytest.CaptureFixture[str]) -> None:
+    """A probe or a poll whose time is over resets the connection before the answer is written."""
+    gone = threading.Event()
+
+    def meters() -> dict[str, Meter]:
+        gone.wait(10)
+        return {"0": busy_meter()}
+
+    def answering() -> bool:
+        return any("process_request_thread" in thread.name for thread in threading.enumerate())
+
+    with MeterServer(meters, port=0) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: worker\r\n\r\n")
+            wait_until(answering)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
+        gone.set()
+        wait_until(lambda: not answering())
+    assert capfd.readouterr().err == ""

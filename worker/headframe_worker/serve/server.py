@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -101,6 +102,11 @@ class _Listener(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = "headframe", self.server_address[1]  # no look-up of our own name
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up before it has its answer, because its time is over, is not news."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def _listen(port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
