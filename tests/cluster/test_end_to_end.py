@@ -266,7 +266,12 @@ def test_an_upgrade_and_a_rollback_leave_a_running_job_alone(
         peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": monitoring}}}]
         policy = {"enabled": True, "workerNamespaces": [namespace], "prometheus": peers}
         installed.helm(
-            "upgrade", "headframe", CHART, "--reset-then-reuse-values", "--wait", f"--set-json=networkPolicy={json.dumps(policy)}"
+            "upgrade",
+            "headframe",
+            CHART,
+            "--reset-then-reuse-values",
+            "--wait",
+            f"--set-json=networkPolicy={json.dumps(policy)}",
         )
         operator = Caller(installed, NAMESPACE, installed.operator_pod())
         prometheus, stranger = (Caller.new(installed, where) for where in (monitoring, namespace))

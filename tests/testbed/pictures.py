@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from testbed.helm import CHART, ROOT
 from testbed.installed import EXAMPLE, Installed, headframe_installed
@@ -82,8 +82,8 @@ def draw(name: str, prometheus: Prometheus, started: float, ended: float) -> Pat
 
 
 def _draw_panel(place: Axes, panel: Json, drawn: list[Curve], length: float) -> None:
-    stacked = panel["fieldConfig"]["defaults"]["custom"].get("stacking", {}).get("mode") == "normal"
-    unit = panel["fieldConfig"]["defaults"]["unit"]
+    field = panel["fieldConfig"]["defaults"]
+    stacked, unit = "stacking" in field.get("custom", {}), field["unit"]
     base: dict[float, float] = {}
     for number, curve in enumerate(drawn):
         color = f"C{number % 10}"
@@ -98,10 +98,10 @@ def _draw_panel(place: Axes, panel: Json, drawn: list[Curve], length: float) -> 
     place.set_xlim(0, length)
     place.set_ylim(bottom=0)
     place.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds / 60:g} min"))
-    place.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 3, 6, 10]))
+    place.xaxis.set_major_locator(MultipleLocator(60 * max(1, round(length / 300))))
     place.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _with_unit(value, unit)))
     place.grid(alpha=0.25)
-    place.legend(fontsize=6, ncols=3, loc="upper left", frameon=False)
+    place.legend(fontsize=6, ncols=3, loc="upper left", bbox_to_anchor=(0, -0.12), frameon=False)
 
 
 def _with_unit(value: float, unit: str) -> str:
@@ -114,6 +114,7 @@ def _with_unit(value: float, unit: str) -> str:
 def _run(installed: Installed) -> None:
     """The quickstart with every sample of its file, to its end."""
     job = yaml.safe_load(EXAMPLE.read_text())
+    job["metadata"]["name"] = "drafter"
     del job["spec"]["dataset"]["limit"]
     installed.give_credentials("default")
     installed.cluster.apply(job)
