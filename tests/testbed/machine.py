@@ -80,8 +80,8 @@ def remove_packet_rules(*tables: tuple[str, str]) -> None:
     The programs that make them leave them in place when they end.
     """
     for family, name in tables or (("ip", "kube-proxy"), ("ip6", "kube-proxy"), NETWORK_POLICY_RULES):
-        nft = [system_tool("nft", "nftables"), "delete", "table", family, name]
-        subprocess.run(nft, capture_output=True, check=False)
+        nft = str(system_tool("nft", "nftables"))
+        subprocess.run([nft, "delete", "table", family, name], capture_output=True, check=False)
 
 
 def _traces() -> list[Path]:
