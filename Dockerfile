@@ -10,8 +10,10 @@ ARG COMPILER=docker.io/library/python:3.12-bookworm
 FROM ${BASE} AS build
 WORKDIR /src
 COPY constraints.txt .
-RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --quiet --no-cache-dir --constraint constraints.txt uv
-ENV PATH=/opt/uv/bin:$PATH UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_SYSTEM_CERTS=1
+# The commands of our code name the interpreter of the environment in which they will run.
+RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --quiet --no-cache-dir --constraint constraints.txt uv \
+ && python3 -m venv --without-pip /opt/headframe
+ENV PATH=/opt/uv/bin:$PATH VIRTUAL_ENV=/opt/headframe UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_SYSTEM_CERTS=1
 
 FROM build AS operator-code
 COPY api api
