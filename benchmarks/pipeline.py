@@ -40,7 +40,7 @@ from headframe_worker.stores.local import LocalStore
 
 MEDIA = ("disk", "memory", "discard")
 MEMORY = Path("/dev/shm")
-TRACED_PARTS = 4
+TRACED_PARTS = 3
 
 
 def end_to_end(
