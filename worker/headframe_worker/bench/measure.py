@@ -123,38 +123,44 @@ def bench(
                 engine = extractor.load()
                 if engine is None:
                     raise ConfigError(f"{job.spec.dataset.source}: gives no samples, so there is nothing to measure")
+                left = max(options.seconds - (time.monotonic() - started), _LEAST * options.seconds)
                 shard = max(plan.shards, key=lambda entry: entry.tokens)
                 tokens = read_tokens(source.fetch(tokens_key(shard.index), options.scratch))
-                batches = shard_batches(plan, tokens, engine.batch_tokens)
-                left = max(options.seconds - (time.monotonic() - started), _LEAST * options.seconds)
-                step("ceiling")
-                dtype = TORCH_DTYPE[plan.model.dtype]
-                flops = len(devices) * ceiling(devices[0], dtype, within_seconds=_CEILING * left)
-                step("forward")
-                forward = _measure_forward(engine, tokens, batches, devices, left)
-                step("end to end")
                 runner = TrialRunner(job, plan, tokens, engine, devices, meter, place, options.scratch, stop)
-                seconds = _END_TO_END * left
-                trial = _measure_end_to_end(runner, batches, forward.tokens_per_second * seconds, seconds)
-                facts = engine.facts
-                return BenchResult(
-                    device=facts.device,
-                    versions=versions(),
-                    fusions=list(facts.fusions.applied),
-                    slow_path=list(facts.slow_path),
-                    plan=plan,
-                    is_sample=is_sample,
-                    batch_tokens=engine.batch_tokens,
-                    out_of_memory_retries=meter.out_of_memory_retries,
-                    padding_fraction=padding(batches),
-                    start_seconds=facts.start_seconds,
-                    ceiling_flops=flops,
-                    flops_per_token=forward.flops_per_token,
-                    matmul_tokens_per_second=forward.matmul_tokens_per_second,
-                    forward_tokens_per_second=forward.tokens_per_second,
-                    trial=trial,
-                    estimate=None if is_sample else _hours(job, plan, trial, facts.load_seconds),
-                )
+                return _measure(runner, is_sample, left, step)
+
+
+def _measure(runner: TrialRunner, is_sample: bool, left: float, step: Callable[[str], None]) -> BenchResult:
+    """All that needs the model, in about `left` seconds."""
+    engine, plan, devices = runner.engine, runner.plan, runner.devices
+    batches = shard_batches(plan, runner.tokens, engine.batch_tokens)
+    step("ceiling")
+    dtype = TORCH_DTYPE[plan.model.dtype]
+    flops = len(devices) * ceiling(devices[0], dtype, within_seconds=_CEILING * left)
+    step("forward")
+    forward = _measure_forward(engine, runner.tokens, batches, devices, left)
+    step("end to end")
+    seconds = _END_TO_END * left
+    trial = _measure_end_to_end(runner, batches, forward.tokens_per_second * seconds, seconds)
+    facts = engine.facts
+    return BenchResult(
+        device=facts.device,
+        versions=versions(),
+        fusions=list(facts.fusions.applied),
+        slow_path=list(facts.slow_path),
+        plan=plan,
+        is_sample=is_sample,
+        batch_tokens=engine.batch_tokens,
+        out_of_memory_retries=runner.meter.out_of_memory_retries,
+        padding_fraction=padding(batches),
+        start_seconds=facts.start_seconds,
+        ceiling_flops=flops,
+        flops_per_token=forward.flops_per_token,
+        matmul_tokens_per_second=forward.matmul_tokens_per_second,
+        forward_tokens_per_second=forward.tokens_per_second,
+        trial=trial,
+        estimate=None if is_sample else _hours(runner.job, plan, trial, facts.load_seconds),
+    )
 
 
 def _hours(job: ExtractionJob, plan: Plan, trial: Trial, load_seconds: float) -> Estimate:
