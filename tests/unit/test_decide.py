@@ -77,6 +77,7 @@ def test_the_extract_job_is_a_work_queue_of_locked_down_pods() -> None:
         {
             "failurePolicy": {"retriesPerShard": 5, "maxFailedShards": 9},
             "s3": {"credentialsSecret": "keys", "caSecret": "ca"},
+            "model": {"source": "m", "gpus": 4},
             "worker": {"tolerations": [{"operator": "Exists"}], "env": [{"name": "HF_TOKEN", "value": "t"}]},
         },
         {"phase": "Extracting", "plan": PLAN},
@@ -89,7 +90,7 @@ def test_the_extract_job_is_a_work_queue_of_locked_down_pods() -> None:
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (5, 4)
     rules = [(r["action"], r.get("onExitCodes", {}).get("values")) for r in spec["podFailurePolicy"]["rules"]]
     assert rules == [("Ignore", None), ("FailJob", [78]), ("FailIndex", [65])]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     assert container["command"] == ["headframe", "extract"]
     assert {m["mountPath"] for m in container["volumeMounts"]} >= {"/tmp", "/cache", "/dev/shm"}

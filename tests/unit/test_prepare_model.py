@@ -309,6 +309,14 @@ def test_active_parameters_of_a_mixture(tmp_path: Path) -> None:
     assert size.active_parameters == size.parameters - experts // 2
 
 
+def test_a_model_that_cannot_be_spread_is_refused_before_a_gpu_is_taken(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **FAMILIES["qwen3_moe"][0])
+    files = saved(tmp_path, config)
+    describe_model(files, ModelSpec(source="test", gpus=config.num_hidden_layers))
+    with pytest.raises(ConfigError, match=r"spec\.model\.gpus: 64, but only"):
+        describe_model(files, ModelSpec(source="test", gpus=64))
+
+
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="encoder-decoder"):
         describe_model(saved(tmp_path, AutoConfig.for_model("t5")), ModelSpec(source="test"))

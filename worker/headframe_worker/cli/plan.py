@@ -62,10 +62,10 @@ def command(
             print_note(note)
         if prepared.reused:
             err.print("Reused the plan that is there.", style="dim")
-    out.print(_table(prepared.plan, job.spec.output.uri, replicas, hours))
+    out.print(_table(prepared.plan, job.spec.output.uri, job.spec.model.gpus, replicas, hours))
 
 
-def _table(plan: Plan, uri: str, replicas: int, hours: float | None) -> Table:
+def _table(plan: Plan, uri: str, gpus: int, replicas: int, hours: float | None) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -95,6 +95,8 @@ def _table(plan: Plan, uri: str, replicas: int, hours: float | None) -> Table:
         ("bytes", f"{human_bytes(plan.bytes)} in {uri}"),
         ("quarantined", ", ".join(f"{reason} {count:,}" for reason, count in plan.quarantined.items()) or "none"),
     ]
+    if gpus > 1:
+        rows.append(("GPUs", f"{gpus} a replica, its layers spread over them"))
     if hours is not None:
         rows.append(("hours", f"{hours:.2f} on {replicas} {'replica' if replicas == 1 else 'replicas'}"))
     for name, value in rows:

@@ -16,10 +16,8 @@ from torch import nn
 
 from headframe_api.errors import ConfigError
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS_TOTAL = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
-_STACKED_EXPERTS = 3
-"""Dimensions of a weight that holds all experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +84,29 @@ def _bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 def layer_costs(layers: nn.ModuleList, config: Any) -> list[float]:
     """Multiplications a token in each layer's weights, those of experts by the share of them that a token sees."""
-    total = next((int(n) for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-    used = next((int(n) for name in _EXPERTS_USED if (n := getattr(config, name, None))), total)
+    share = expert_share(config)
     return [
         sum(
-            parameter.numel() * (min(1.0, used / total) if parameter.dim() == _STACKED_EXPERTS else 1.0)
-            for parameter in layer.parameters()
+            parameter.numel() * (share if is_expert(name) else 1.0)
+            for name, parameter in layer.named_parameters()
             if parameter.dim() > 1
         )
         for layer in layers
     ]
+
+
+def expert_share(config: Any) -> float:
+    """Of a mixture's experts, the share that one token goes through; 1 for a dense model."""
+    total, used = (
+        next((n for name in names if isinstance(n := getattr(config, name, None), int) and n > 0), 1)
+        for names in (_EXPERTS_TOTAL, _EXPERTS_USED)
+    )
+    return min(1.0, used / total)
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter of this name holds a mixture's experts."""
+    return ".experts." in f".{name}"
 
 
 def refuse_shared_weights(layers: nn.ModuleList, placement: Placement, model_name: str) -> None:

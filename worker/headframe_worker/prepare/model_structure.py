@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,11 +12,10 @@ from torch import nn
 from headframe_api.errors import ConfigError
 from headframe_api.plan import ModelIdentity
 from headframe_api.spec import ModelSpec
+from headframe_worker.engine.placement import expert_share, is_expert, layer_costs, place, refuse_shared_weights
 from headframe_worker.model_source import ModelFiles
 
 NormGain = Literal["weight", "1+weight", "none"]
-_EXPERTS_TOTAL = ("num_local_experts", "num_experts", "n_routed_experts")
-_EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ class FinalNorm:
 def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, ModelSize]:
     """Build the model on the meta device and read off what the plan states of it.
 
-    Of a multimodal checkpoint the text model counts. Raises ConfigError where it is no decoder-only text model.
+    Of a multimodal checkpoint the text model counts. Raises ConfigError where it is no decoder-only text model, and where
+    it cannot be spread over as many GPUs as the spec asks for.
     """
     whole = files.config()
     config = whole.get_text_config()
@@ -56,6 +54,8 @@ def describe_model(files: ModelFiles, spec: ModelSpec) -> tuple[ModelIdentity, M
     layers = int(config.num_hidden_layers)
     final = find_final_norm(model, layers, int(config.hidden_size))
     norm, size = final.norm, _size(model, config)
+    if spec.gpus > 1:
+        _check_spread(model.get_submodule(final.layers_name), config, spec.gpus, type(model).__name__)
     identity = ModelIdentity(
         source=spec.source,
         revision=files.revision,
@@ -174,13 +174,13 @@ def _gives_embeddings(model: nn.Module, layers_name: str) -> bool:
 def _size(model: nn.Module, config: Any) -> ModelSize:
     total = experts = 0
     for name, parameter in model.named_parameters():
-        count = math.prod(parameter.shape)
-        total += count
-        experts += count if ".experts." in name else 0
-    fraction = _first(config, _EXPERTS_USED, 1) / _first(config, _EXPERTS_TOTAL, 1) if experts else 1.0
-    return ModelSize(total, int(total - experts * (1 - min(1.0, fraction))))
+        total += parameter.numel()
+        experts += parameter.numel() if is_expert(name) else 0
+    return ModelSize(total, int(total - experts * (1 - expert_share(config))))
 
 
-def _first(config: Any, names: tuple[str, ...], default: int) -> int:
-    values: Mapping[str, Any] = {name: getattr(config, name, None) for name in names}
-    return next((value for value in values.values() if isinstance(value, int) and value > 0), default)
+def _check_spread(layers: nn.Module, config: Any, gpus: int, model_name: str) -> None:
+    """Before a GPU is taken: whether the layers can be spread at all."""
+    assert isinstance(layers, nn.ModuleList)  # noqa: S101  # find_final_norm looked for one
+    placement = place(layer_costs(layers, config), [torch.device("meta")] * gpus)
+    refuse_shared_weights(layers, placement, model_name)
