@@ -85,6 +85,7 @@ def end_to_end(
     def compute(some: list[TokenPart], store: LocalStore | None) -> None:
         pipeline.run(iter(some), largest_part_tokens=largest, write=writer(layout, hidden, store, meter))
 
+    forward()  # kernels tune to these shapes
     try:
         for medium in media:
             top = MEMORY if medium == "memory" else folder or Path(tempfile.gettempdir())
