@@ -351,6 +351,7 @@ def measure_kernels() -> dict[str, Any]:
 
             result[f"convolution, {tokens} tokens, {warps} warps"] = do_bench(run, return_mode="median")
     shapes = {"dense 16 x 1024": (16, 32, 8, 1024, 128), "dense 8 x 2048": (8, 32, 8, 2048, 128)}
+    shapes |= {"dense 1 x 131072": (1, 32, 8, 131_072, 128), "hybrid 1 x 131072": (1, 24, 4, 131_072, 256)}
     shapes |= {"hybrid 16 x 1024": (16, 24, 4, 1024, 256), "hybrid 8 x 2048": (8, 24, 4, 2048, 256)}
     for name, (count, many, few, size, width) in shapes.items():
         query = torch.randn(count, size, many, width, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
@@ -361,7 +362,8 @@ def measure_kernels() -> dict[str, Any]:
         def attend(query=query, key=key, value=value):
             functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-        result[f"attention {name}, chosen"] = do_bench(attend, return_mode="median")
+        chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=True)  # noqa: SLF001
+        result[f"attention {name}, chosen ({SDPBackend(chosen).name})"] = do_bench(attend, return_mode="median")
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
             with sdpa_kernel(backend):
                 result[f"attention {name}, {backend.name}"] = do_bench(attend, return_mode="median")

@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headframe_worker.engine import pieces
 
-_BLOCKS_PER_PIECE = 8
+_QUERIES_PER_PIECE = 8
+"""A block has at most this part of PIECE_TOKENS as queries, and as many scores a head as that many queries have over a whole piece."""
 _EAGER = "eager_attention_forward"
 """What every modeling file calls its own eager attention."""
 
@@ -43,7 +44,9 @@ class LongMask:
     ) -> Tensor:
         """`attention` of query [B, H, T, D] to key and value, a block of queries at a time; [B, T, H, D]."""
         length, window = query.shape[2], self.options.get("local_size")
-        block = max(1, pieces.PIECE_TOKENS // _BLOCKS_PER_PIECE)
+        most = max(1, pieces.PIECE_TOKENS // _QUERIES_PER_PIECE)
+        keys_seen = length if window is None else min(length, int(window) + most)
+        block = max(1, min(most, most * pieces.PIECE_TOKENS // keys_seen))
         blocks = []
         for start in range(0, length, block):
             stop = min(start + block, length)
