@@ -310,7 +310,7 @@ def run_workers(
         "wall_seconds": round(time.perf_counter() - begun, 1),
         "ready_seconds": [round(watch.begin[index] - begun, 1) for index in range(workers)],
         "bytes": sum(shard.bytes for shard in done.done.values()),
-        "cpus_given": [len(worker.cpus) for worker in pool.workers],
+        "cpus_allowed": watch.cpus_allowed,
         "cpu_cores_used": [round(watch.cores(index), 2) for index in range(workers)],
         "resident_gib": [round(watch.resident_bytes[index] / 2**30, 1) for index in range(workers)],
         "waits": [
@@ -339,7 +339,7 @@ class Watch:
         count = len(pool.workers)
         self.shards: list[list[int]] = [[] for _ in range(count)]
         self.begin, self.last_end = [0.0] * count, [0.0] * count
-        self.resident_bytes = [0] * count
+        self.resident_bytes, self.cpus_allowed = [0] * count, [0] * count
         self._ticks = [(0.0, 0.0)] * count
         self._first_ticks = [(0.0, 0.0)] * count
         self._at_work: list[int | None] = [None] * count
@@ -367,6 +367,7 @@ class Watch:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             status = Path(f"/proc/{pid}/status").read_text()
+            self.cpus_allowed[index] = len(os.sched_getaffinity(pid))
         except OSError:
             return
         spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
