@@ -74,7 +74,7 @@ class Operator:
     def _start(self, mirror: Mirror) -> None:
         poller = Poller(self._session, self._settings)
         reconciler = Reconciler(self._api, mirror, poller, self._settings)
-        queue = WorkQueue(reconciler.reconcile, self._settings.reconcile_concurrency)
+        queue = WorkQueue(reconciler.reconcile, self._settings.reconcile_concurrency, mirror.rest_seconds)
         self._mirror, self._queue = mirror, queue
         self._audit = Audit(self._api, mirror, queue, self._settings)
         self._collector = JobsCollector(mirror.extractions, mirror.jobs)

@@ -12,11 +12,13 @@ from typing import Any
 
 from headframe_operator.child_names import child_name, job_label
 from headframe_operator.snapshot import STAGES, Snapshot
-from headframe_operator.views import ExtractionView, JobView, PodView, job_view
+from headframe_operator.views import ExtractionView, JobView, job_view
 
 Key = tuple[str, str]
 """Namespace and job label."""
 _TOMBSTONES = 10_000
+_REST_SECONDS_PER_POD = 50e-6
+"""About ten times what a pod adds to a look: events never keep the operator busier than a tenth of its time."""
 _LONGEST_ECHO_SECONDS = 30.0
 """A Job that we made and that no watch tells of for so long is not there any more."""
 
@@ -64,9 +66,9 @@ class Mirror:
         for key in list(self._jobs):
             yield from (job for job in self._jobs.get(key, ()) if job.uid not in self._gone)
 
-    def pods(self, key: Key) -> Iterator[PodView]:
-        """The pods of a key."""
-        return iter(pod for pod in self._pods.get(key, ()) if pod.uid not in self._gone)
+    def rest_seconds(self, key: Key) -> float:
+        """How long to let a key rest: a look at it takes time in proportion to its pods, of which events come in plenty."""
+        return len(self._pods.get(key, ())) * _REST_SECONDS_PER_POD
 
     def wrote_job(self, answer: Mapping[str, Any]) -> None:
         """Remember a Job that we made, until the watch tells of it: else it would be made a second time."""

@@ -84,14 +84,10 @@ def obstacles(snapshot: Snapshot, stage: str, now: datetime, gpu_resource: str) 
     return [found for cause in _CAUSES if (found := cause(context)) is not None]
 
 
-def needs_warnings(snapshot: Snapshot, stage: str, now: datetime) -> bool:
-    """Whether Kubernetes' Events must be read to explain what is seen: pods are missing, or hang while they are made."""
+def lacks_pods(snapshot: Snapshot, stage: str, now: datetime) -> bool:
+    """Whether a stage has fewer pods than it should have now."""
     context = Stage(snapshot, stage, now, "")
-    job = context.job
-    if job is None:
-        return False
-    young = now - job.created < _LONG_IN_CREATION
-    return (len(context.live) < context.wanted and not young) or bool(hanging_pods(snapshot, stage, now))
+    return len(context.live) < context.wanted
 
 
 def hanging_pods(snapshot: Snapshot, stage: str, now: datetime) -> list[PodView]:

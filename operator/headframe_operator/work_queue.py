@@ -20,11 +20,18 @@ _SOONEST_RETRY_SECONDS = 5.0
 class WorkQueue:
     """Calls ``handle(key)`` for every key that was added, soon; it returns after how many seconds to come again, or None.
 
-    A key that is added while it is handled is handled again. A failure is tried again, later every time.
+    A key that is added while it is handled is handled again. A failure is tried again, later every time. Between two
+    looks at the same key lie at least ``rest_seconds(key)``.
     """
 
-    def __init__(self, handle: Callable[[Key], Awaitable[float | None]], concurrency: int) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Key], Awaitable[float | None]],
+        concurrency: int,
+        rest_seconds: Callable[[Key], float] = lambda _: 0.0,
+    ) -> None:
         self._handle = handle
+        self._rest_seconds = rest_seconds
         self._slots = asyncio.Semaphore(concurrency)
         self._due: dict[Key, asyncio.TimerHandle] = {}
         self._running: dict[Key, asyncio.Task[None]] = {}
@@ -38,6 +45,7 @@ class WorkQueue:
             return
         if key in self._failures:
             after_seconds = max(after_seconds, min(self._backoff_seconds(key), _SOONEST_RETRY_SECONDS))
+        after_seconds = max(after_seconds, self._rest_seconds(key))
         loop = asyncio.get_running_loop()
         planned = self._due.get(key)
         if planned is not None:

@@ -4,13 +4,17 @@ It is enough for most tests of the operator: Kubernetes itself makes, schedules 
 `ScriptedNodes` plays them. Authorization is RBAC, so a client with a service account's token can do what its roles say.
 """
 
+import json
 import secrets
 import ssl
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import yaml
 
 from testbed.certificates import CertificateAuthority
 from testbed.cluster_access import ADMIN, ClusterAccess, exists
@@ -30,6 +34,7 @@ class ControlPlane(ClusterAccess):
 
     `host` is the address the API server listens on: that of a bridge where real nodes join (`node_names` are the names
     they may take), else loopback. `node_grace_seconds` is how long a node may be silent before it counts as gone.
+    What a user of `audit_users` asks for is counted by `requests_of`.
     """
 
     def __init__(
@@ -39,8 +44,10 @@ class ControlPlane(ClusterAccess):
         *,
         node_names: tuple[str, ...] = (),
         node_grace_seconds: int = 20,
+        audit_users: tuple[str, ...] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._audit_users = audit_users
         self.host = host
         self.authority = CertificateAuthority(folder / "pki")
         self._port = free_port(host)
@@ -58,6 +65,17 @@ class ControlPlane(ClusterAccess):
         self.api_server = self._process("kube-apiserver", flags, f"{self.url}/readyz")
         self._controllers = self._controller("kube-controller-manager", self._controller_manager_flags(signing_key.key))
         self._scheduler = self._controller("kube-scheduler", [])
+
+    def requests_of(self, user: str) -> Counter[tuple[str, str]]:
+        """What one of the audited users asked the API server for, by verb and resource: `("patch", "jobs")`."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for line in (self.folder / "audit.log").read_text().splitlines():
+            entry = json.loads(line)
+            if entry["user"]["username"] == user and entry["stage"] == "ResponseComplete":
+                asked = entry.get("objectRef", {})
+                resource = "/".join(filter(None, (asked.get("resource"), asked.get("subresource"))))
+                counts[entry["verb"], resource or entry["requestURI"]] += 1
+        return counts
 
     def start(self) -> None:
         """Start every component; return when they are ready, which the first service account proves."""
@@ -126,6 +144,7 @@ class ControlPlane(ClusterAccess):
         serving = self.authority.issue("kube-apiserver", addresses=addresses, hosts=names)
         kubelet_client = self.authority.issue("kube-apiserver-kubelet-client", organization="system:masters")
         return [
+            *self._audit_flags(),
             f"--etcd-servers=http://{_LOOPBACK}:{etcd_port}",
             f"--bind-address={self.host}",
             f"--advertise-address={_UNUSED_ADDRESS if self.host == _LOOPBACK else self.host}",
@@ -146,6 +165,17 @@ class ControlPlane(ClusterAccess):
             "--kubelet-preferred-address-types=InternalIP",
             "--allow-privileged",
             "--profiling=false",
+        ]
+
+    def _audit_flags(self) -> list[str]:
+        if not self._audit_users:
+            return []
+        rules = [{"level": "Metadata", "users": list(self._audit_users)}, {"level": "None"}]
+        policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}
+        (self.folder / "audit-policy.yaml").write_text(yaml.safe_dump(policy))
+        return [
+            f"--audit-policy-file={self.folder / 'audit-policy.yaml'}",
+            f"--audit-log-path={self.folder / 'audit.log'}",
         ]
 
     def _controller_manager_flags(self, signing_key: Path) -> list[str]:

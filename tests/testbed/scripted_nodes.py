@@ -59,7 +59,8 @@ class ScriptedNodes:
     """`count` nodes whose pods follow `script`; a context manager. On exit the nodes and the pods left on them go.
 
     `prefix` keeps the names of several groups apart. `labels` and `taints` are set on every node; `capacity` adds to the
-    usual resources or replaces them. The first error of a script is raised on exit.
+    usual resources or replaces them. The first error of a script is raised on exit. `keep` leaves nodes and pods where
+    they are, because the whole cluster goes.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class ScriptedNodes:
         labels: Mapping[str, str] | None = None,
         taints: tuple[Json, ...] = (),
         capacity: Mapping[str, str] | None = None,
+        keep: bool = False,
     ) -> None:
+        self._keep = keep
         self.names = [f"{prefix}-{number}" for number in range(count)]
         self._cluster = cluster
         self._script = script
@@ -142,11 +145,15 @@ class ScriptedNodes:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+        if not self._keep:
+            await self._leave_cluster()
+        await self._api.session.close()
+
+    async def _leave_cluster(self) -> None:
         await asyncio.gather(*(part.pod.remove() for part in self._parts.values()))
         for name in self.names:
             await self._api.call("DELETE", f"/api/v1/nodes/{name}", {})
             await self._api.call("DELETE", f"{_LEASES}/{name}", {})
-        await self._api.session.close()
 
     async def _register(self, name: str) -> None:
         labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", **self._labels}
