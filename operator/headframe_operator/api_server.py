@@ -36,6 +36,16 @@ class ApiError(Exception):
         self.message = message
         self.retry_after_seconds = retry_after_seconds
 
+    @property
+    def temporary(self) -> bool:
+        """Whether the same request may succeed later: no answer, too many requests, or the server's own trouble."""
+        return self.status in (0, 429) or self.status >= 500
+
+    @property
+    def gone(self) -> bool:
+        """Whether the object does not exist any more, or another has its name. Any other conflict says nothing of the kind."""
+        return self.status == 404 or (self.status == 409 and "uid" in self.message.lower())
+
 
 class ApiServer:
     """A connection to the API server."""

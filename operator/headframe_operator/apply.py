@@ -20,7 +20,6 @@ from headframe_operator.views import WORKERS_ANNOTATION, ExtractionView, Workloa
 
 _log = logging.getLogger(__name__)
 _REFUSED = (400, 403, 422)
-_GONE_OR_ANOTHER = (404, 409)
 _ANOTHER_OWNER = "Only one reference can have Controller set to true"
 """What the API server says where the Job to apply exists and another ExtractionJob owns it."""
 
@@ -70,7 +69,7 @@ class Applier:
         try:
             answer = await self._api.apply(f"{extraction_path(x)}/status", body)
         except ApiError as error:
-            if error.status not in _GONE_OR_ANOTHER:
+            if not error.gone:
                 raise
             self._mirror.forget(x.uid)
             return None
@@ -81,7 +80,7 @@ class Applier:
         try:
             await self._api.delete(extraction_path(x), x.uid)
         except ApiError as error:
-            if error.status not in _GONE_OR_ANOTHER:
+            if not error.gone:
                 raise
         _log.info("deleted: its ttlSecondsAfterFinished is over", extra=_about(x))
 
@@ -154,7 +153,7 @@ class Applier:
         try:
             return await request
         except ApiError as error:
-            if error.status not in _GONE_OR_ANOTHER:
+            if not error.gone:
                 raise
             self._mirror.forget(uid)
             return None

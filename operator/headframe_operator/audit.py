@@ -18,7 +18,6 @@ from headframe_operator.settings import Settings
 from headframe_operator.work_queue import WorkQueue
 
 _log = logging.getLogger(__name__)
-_DEAD_AFTER_SECONDS = 45.0
 _RECHECK_SECONDS = 5.0
 
 
@@ -36,11 +35,9 @@ class Audit:
     @property
     def dead_watch(self) -> str | None:
         """What a watch should have told long ago; None while all keep up."""
-        now = time.monotonic()
-        late = [uid for uid, (since, _) in self._behind.items() if now - since > _DEAD_AFTER_SECONDS]
-        return (
-            f"the watch has not told of {len(late)} changed objects for {_DEAD_AFTER_SECONDS:.0f} s" if late else None
-        )
+        now, patience = time.monotonic(), self._settings.watch_silence_seconds
+        late = [uid for uid, (since, _) in self._behind.items() if now - since > patience]
+        return f"the watch has not told of {len(late)} changed objects for {patience:.0f} s" if late else None
 
     @property
     def passed(self) -> bool:
@@ -51,13 +48,15 @@ class Audit:
         )
 
     async def run(self) -> None:
-        """Compare for ever; more often while something is behind."""
+        """Compare for ever; more often while something is behind, or after no answer."""
         while True:
+            interval = self._settings.audit_interval_seconds
             try:
                 await self.compare()
             except ApiError as error:
                 _log.warning("the API server does not answer the audit: %s", error)
-            await asyncio.sleep(_RECHECK_SECONDS if self._behind else self._settings.audit_interval_seconds)
+                interval = min(interval, _RECHECK_SECONDS)
+            await asyncio.sleep(min(interval, _RECHECK_SECONDS) if self._behind else interval)
 
     async def compare(self) -> None:
         """Compare once."""

@@ -18,10 +18,10 @@ _EXTRACTIONS, _JOBS, _PODS = (GROUP, VERSION, PLURAL), ("batch", "v1", "jobs"), 
 class _NothingToCompare(kopf.DiffBaseStorage):
     """Event handlers ask for no differences: without this, kopf copies every object whole at every event to find them."""
 
-    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:  # noqa: ARG002
         return kopf.BodyEssence()
 
-    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:  # noqa: ARG002
         return None
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
@@ -38,6 +38,7 @@ class _Backoffs:
 def register(
     registry: kopf.OperatorRegistry,
     *,
+    watch_silence_seconds: float,
     started: Callable[[Mirror], None],
     stopped: Callable[[], Awaitable[None]],
     wake: Callable[[Key], None],
@@ -54,6 +55,7 @@ def register(
         settings.persistence.diffbase_storage = _NothingToCompare()
         settings.watching.connect_timeout = 10
         settings.watching.server_timeout = 300
+        settings.watching.inactivity_timeout = watch_silence_seconds
         settings.watching.chunk_size = 500
         settings.networking.request_timeout = 60
         settings.networking.error_backoffs = _Backoffs()

@@ -15,34 +15,57 @@ _KUEUE = "kueue.x-k8s.io"
 _PODS_ASKED_ABOUT = 3
 _PATIENCE = timedelta(seconds=3)
 """Pods that follow each other leave gaps; only one that lasts needs an explanation."""
-_ASK_AGAIN = timedelta(seconds=3)
-"""No API server keeps Events in memory: each question makes it read a namespace's Events from etcd."""
+_FIRST_PAUSE = timedelta(seconds=3)
+_LONGEST_PAUSE = timedelta(seconds=60)
 
 
 @dataclass
-class WarningMemory:
-    """What the Events said last about one ExtractionJob, and since when its pods are missing."""
+class Inquiry:
+    """When to ask for Events about one ExtractionJob, and what they said last.
+
+    No API server keeps Events in memory: each question makes it read those of a namespace from etcd. So a question that
+    stays the same is asked less and less often, until nothing is odd for a while.
+    """
 
     missing_since: datetime | None = None
+    about: tuple[str, ...] = ()
     asked_at: datetime | None = None
-    asked_about: tuple[str, ...] = ()
+    pause: timedelta = _FIRST_PAUSE
     found: tuple[WarningView, ...] = ()
+
+    def note(self, lacking: tuple[str, ...], hanging: tuple[str, ...], now: datetime) -> bool:
+        """Note the uids of Jobs that lack pods and of pods that hang; returns whether to ask about ``about`` now."""
+        self.missing_since = (self.missing_since or now) if lacking else None
+        patient = self.missing_since is not None and now - self.missing_since < _PATIENCE
+        about = hanging if patient else (*lacking, *hanging)
+        if not about:
+            self.found = ()
+            return False
+        since = timedelta.max if self.asked_at is None else now - self.asked_at
+        if since >= 2 * self.pause or (since >= _FIRST_PAUSE and not set(about) <= set(self.about)):
+            self.pause = _FIRST_PAUSE
+        elif since >= self.pause:
+            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        else:
+            return False
+        self.about, self.asked_at = about, now
+        return True
 
 
 async def look_up_warnings(
-    api: ApiServer, snapshot: Snapshot, now: datetime, memory: WarningMemory
+    api: ApiServer, snapshot: Snapshot, now: datetime, inquiry: Inquiry
 ) -> tuple[WarningView, ...]:
     """The Warning Events about Jobs that lack pods and about pods that hang; none are asked for where nothing is odd."""
-    lacking = [job.uid for stage, job in snapshot.jobs.items() if lacks_pods(snapshot, stage, now)]
-    memory.missing_since = (memory.missing_since or now) if lacking else None
-    if memory.missing_since is not None and now - memory.missing_since < _PATIENCE:
-        lacking = []
-    hanging = [pod.uid for stage in snapshot.jobs for pod in hanging_pods(snapshot, stage, now)[:_PODS_ASKED_ABOUT]]
-    about = (*lacking, *hanging)
-    if memory.asked_at is None or now - memory.asked_at >= _ASK_AGAIN or memory.asked_about != about:
-        memory.found = await _warnings_about(api, snapshot.extraction.namespace, about)
-        memory.asked_at, memory.asked_about = now, about
-    return memory.found
+    lacking = tuple(job.uid for stage, job in snapshot.jobs.items() if lacks_pods(snapshot, stage, now))
+    hanging = tuple(
+        pod.uid for stage in snapshot.jobs for pod in hanging_pods(snapshot, stage, now)[:_PODS_ASKED_ABOUT]
+    )
+    if inquiry.note(lacking, hanging, now):
+        path = f"/api/v1/namespaces/{snapshot.extraction.namespace}/events"
+        selectors = [f"involvedObject.uid={uid},type=Warning" for uid in inquiry.about]
+        answers = await asyncio.gather(*(api.list(path, fieldSelector=selector) for selector in selectors))
+        inquiry.found = tuple(warning_view(event) for answer in answers for event in answer)
+    return inquiry.found
 
 
 async def look_up_workload(api: ApiServer, snapshot: Snapshot) -> WorkloadView | None:
@@ -59,14 +82,6 @@ async def look_up_workload(api: ApiServer, snapshot: Snapshot) -> WorkloadView |
             return None  # Kueue is not installed: the Job waits in a queue that nobody serves
         raise
     return workload_view(found[0], path) if found else None
-
-
-async def _warnings_about(api: ApiServer, namespace: str, uids: tuple[str, ...]) -> tuple[WarningView, ...]:
-    selectors = [f"involvedObject.uid={uid},type=Warning" for uid in uids]
-    answers = await asyncio.gather(
-        *(api.list(f"/api/v1/namespaces/{namespace}/events", fieldSelector=selector) for selector in selectors)
-    )
-    return tuple(warning_view(event) for answer in answers for event in answer)
 
 
 def _kueue_decides(snapshot: Snapshot, job: JobView) -> bool:

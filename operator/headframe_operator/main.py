@@ -48,7 +48,14 @@ class Operator:
         """Watch and act until SIGTERM or SIGINT, which kopf takes while it runs, or until the watches fail."""
         registry = kopf.OperatorRegistry()
         kopf.on.login(registry=registry)(kopf.login_via_client)
-        register(registry, started=self._start, stopped=self._stop, wake=self._wake, forget=self._forget)
+        register(
+            registry,
+            watch_silence_seconds=self._settings.watch_silence_seconds,
+            started=self._start,
+            stopped=self._stop,
+            wake=self._wake,
+            forget=self._forget,
+        )
         try:
             await kopf.operator(
                 registry=registry,
@@ -110,7 +117,7 @@ async def run(settings: Settings) -> None:
         serve(
             settings.port,
             ill=lambda: current[-1].ill() if current else None,
-            unready=lambda: current[-1].unready() if current else f"the CRD {PLURAL}.{GROUP} is not installed",
+            unready=lambda: current[-1].unready() if current else "waits for the CRD or the API server",
         ),
     ):
         while await _crd_comes(api, settings):
@@ -119,9 +126,10 @@ async def run(settings: Settings) -> None:
             try:
                 await current[-1].run()
             except Exception:
-                if await _crd_is_served(api, settings):
+                lacking = await _lacking(api, settings)
+                if lacking is None:
                     raise
-                _log.warning("the CRD %s.%s went away", PLURAL, GROUP)
+                _log.warning("the watches ended for want of %s", lacking)
             else:
                 return
             finally:
@@ -130,29 +138,33 @@ async def run(settings: Settings) -> None:
 
 async def _crd_comes(api: ApiServer, settings: Settings) -> bool:
     """Wait until the CRD is served; false where the process is told to stop meanwhile."""
-    stop, told = asyncio.Event(), False
+    stop, told = asyncio.Event(), ""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     while not stop.is_set():
-        if await _crd_is_served(api, settings):
+        lacking = await _lacking(api, settings)
+        if lacking is None:
             return True
-        if not told:
-            _log.warning("waits for the CRD %s.%s: install crds/ or the chart", PLURAL, GROUP)
-            told = True
+        if lacking != told:
+            _log.warning("waits for %s", lacking)
+            told = lacking
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _WAIT_FOR_CRD_SECONDS)
     return False
 
 
-async def _crd_is_served(api: ApiServer, settings: Settings) -> bool:
+async def _lacking(api: ApiServer, settings: Settings) -> str | None:
+    """What is needed before anything can be watched; None where all is there."""
     scope = f"/namespaces/{settings.namespaces[0]}" if settings.namespaces else ""
     try:
         await api.list(f"/apis/{GROUP}/{VERSION}{scope}/{PLURAL}", metadata_only=True)
     except ApiError as error:
-        if error.status not in (0, 404, 503):
-            raise
-        return False
-    return True
+        if error.status == 404:
+            return f"the CRD {PLURAL}.{GROUP}: install crds/ or the chart"
+        if error.temporary:
+            return f"the API server: {error}"
+        raise
+    return None
 
 
 def main() -> None:
@@ -164,6 +176,9 @@ def main() -> None:
     except HeadframeError as error:
         print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
+    except ApiError as error:
+        print(f"error: the API server refuses the operator's first request: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
 
 
 if __name__ == "__main__":

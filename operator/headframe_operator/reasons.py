@@ -127,7 +127,8 @@ def _pods_not_created(stage: Stage) -> Obstacle | None:
     if job is None or len(stage.live) >= stage.wanted:
         return None
     found = stage.warnings(job.uid, {"FailedCreate"})
-    if not found:
+    made_since = any(pod.created > found[0].seen for pod in stage.snapshot.pods_of(stage.name)) if found else False
+    if not found or made_since:
         return None
     return Obstacle(_classified(found[0].message, "PodCreationFailed"), f"pods cannot be made: {found[0].message}")
 

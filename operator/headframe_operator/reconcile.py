@@ -12,7 +12,7 @@ from headframe_operator.api_server import ApiServer
 from headframe_operator.apply import Applier
 from headframe_operator.decide import decide
 from headframe_operator.decision import Decision
-from headframe_operator.lookups import WarningMemory, look_up_warnings, look_up_workload
+from headframe_operator.lookups import Inquiry, look_up_warnings, look_up_workload
 from headframe_operator.metrics import RECONCILE_ERRORS, RECONCILE_SECONDS
 from headframe_operator.mirror import Key, Mirror
 from headframe_operator.poller import Poller
@@ -35,7 +35,7 @@ class _Memory:
     window: RateWindow = field(default_factory=RateWindow)
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_at: float = 0.0
-    warnings: WarningMemory = field(default_factory=WarningMemory)
+    inquiry: Inquiry = field(default_factory=Inquiry)
     written: ExtractionJobStatus | None = None
     written_version: int = 0
     written_at: float = -_COALESCE_WRITES_SECONDS
@@ -93,7 +93,7 @@ class Reconciler:
                 del memory.refusals[stage]
         now = datetime.now(UTC)
         warnings, workload = await asyncio.gather(
-            look_up_warnings(self._api, known, now, memory.warnings), look_up_workload(self._api, known)
+            look_up_warnings(self._api, known, now, memory.inquiry), look_up_workload(self._api, known)
         )
         return replace(
             known,

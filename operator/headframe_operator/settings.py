@@ -52,6 +52,8 @@ class Settings(BaseModel):
     """Jobs worked on at the same time."""
     audit_interval_seconds: Annotated[float, Field(gt=0)] = 60.0
     """How often what the watches said is compared with what the API server holds."""
+    watch_silence_seconds: Annotated[float, Field(gt=0)] = 45.0
+    """A watch that tells nothing for so long is opened anew; where one lags so far behind all the same, /healthz fails."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """Where the operator serves /metrics, /healthz and /readyz."""
     log_format: Literal["json", "text"] = "text"

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 _COALESCE_SECONDS = 0.05
 """Events come in bursts; one look answers them all."""
 _FIRST_RETRY_SECONDS = 0.5
-_LONGEST_RETRY_SECONDS = 60.0
+_LONGEST_RETRY_SECONDS = 15.0
 _SOONEST_RETRY_SECONDS = 5.0
 """Events bring a key that fails back earlier, but not so often that a failing API server drowns in them."""
 

@@ -1,75 +1,93 @@
 """Whatever befalls the operator or its API server, the outcome is the same, and no child is made twice."""
 
+import asyncio
+import itertools
 import json
 import os
 import random
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
+from testbed.api_proxy import ApiProxy
 from testbed.control_plane import ControlPlane
-from testbed.operator import CRD, Extraction, OperatorProcess, install_crd, play, stage_of, work_until_told
+from testbed.operator import CRD, Extraction, OperatorProcess, install_crd, play, report, stage_of, work_until_told
 from testbed.process import wait_until
 from testbed.scripted_nodes import ScriptedNodes
+from testbed.scripted_pod import ScriptedPod
 from testbed.toxiproxy import Toxiproxy
 
 pytestmark = pytest.mark.cluster
 Nodes = Callable[..., ScriptedNodes]
-ROUNDS = int(os.environ.get("HEADFRAME_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("HEADFRAME_ROUNDS", "6"))
 
 
-def jobs_ever_made(control_plane: ControlPlane, namespace: str) -> list[str]:
-    """Every Job that the Job controller ever took up, by its Events, which outlive it."""
-    events = control_plane.kubectl(
-        "get", "events", "-n", namespace, "--field-selector=reason=SuccessfulCreate", "-o", "yaml"
-    )
-    return sorted({(e["involvedObject"]["name"], e["involvedObject"]["uid"]) for e in yaml.safe_load(events)["items"]})
+def ever_made(control_plane: ControlPlane, namespace: str) -> tuple[dict[str, int], int]:
+    """How many Jobs of each name the Job controller ever took up, and how many pods it made, by its Events, which outlive them."""
+    selector = "--field-selector=reason=SuccessfulCreate"
+    events = json.loads(control_plane.kubectl("get", "events", "-n", namespace, selector, "-o", "json"))["items"]
+    jobs = {(event["involvedObject"]["name"], event["involvedObject"]["uid"]) for event in events}
+    return dict(Counter(name for name, _ in jobs)), sum(event.get("count") or 1 for event in events)
 
 
-def pods_ever_made(control_plane: ControlPlane, namespace: str) -> int:
-    """How many pods the Job controller ever made."""
-    events = control_plane.kubectl(
-        "get", "events", "-n", namespace, "--field-selector=reason=SuccessfulCreate", "-o", "yaml"
-    )
-    return sum(event.get("count") or 1 for event in yaml.safe_load(events)["items"])
+def each_once(*names: str) -> dict[str, int]:
+    """One Job a stage of every ExtractionJob."""
+    return {f"{name}-{stage}": 1 for name in names or ("job",) for stage in ("prepare", "extract", "finalize")}
 
 
-@pytest.mark.parametrize("seed", range(ROUNDS))
 def test_killed_at_random_moments(
-    operator: OperatorProcess,
-    extraction: Extraction,
-    nodes: Nodes,
-    control_plane: ControlPlane,
-    namespace: str,
-    seed: int,
+    operator: OperatorProcess, control_plane: ControlPlane, namespace: str, nodes: Nodes
 ) -> None:
-    chance = random.Random(seed)
-    nodes(play(seconds=0.4))
-    extraction.apply()
-    moments = chance.sample(["Pending", "Preparing", "Extracting", "Finalizing"], 3)
-    killed = set()
+    """SIGKILL again and again, from the first look on, at any moment of start, work or rest: HEADFRAME_ROUNDS times at least."""
+    chance, names = random.Random(5), [f"job-{number}" for number in range(3)]
+    nodes(play(seconds=max(0.5, ROUNDS / 10)))
+    jobs = [Extraction(control_plane, namespace, name).apply() for name in names]
+    moment = time.monotonic() + chance.uniform(0.1, 4)
 
-    def look() -> bool:
-        phase = extraction.status().get("phase", "Pending")
-        if phase in moments and phase not in killed:
-            killed.add(phase)
+    def done() -> bool:
+        nonlocal moment
+        if operator.killed < ROUNDS and time.monotonic() > moment:
+            operator.kill()
+            moment = time.monotonic() + chance.uniform(0.1, 4)
+        return operator.killed >= ROUNDS and all(job.status().get("phase") == "Succeeded" for job in jobs)
+
+    wait_until(done, 60 + 6 * ROUNDS)
+    assert ever_made(control_plane, namespace) == (each_once(*names), 18)
+    for job in jobs:
+        status = job.status()
+        assert (status["progress"]["percent"], status["shards"]["summary"]) == (100, "4/4")
+
+
+def test_killed_at_every_step(
+    operator: OperatorProcess, extraction: Extraction, nodes: Nodes, control_plane: ControlPlane, namespace: str
+) -> None:
+    phases = {"prepare": "Preparing", "extract": "Extracting", "finalize": "Finalizing"}
+    killed_in: set[str] = set()
+
+    async def end_after_the_kill(pod: ScriptedPod) -> None:
+        await pod.run()
+        while phases[stage_of(pod)] not in killed_in:  # noqa: ASYNC110  (set from another thread)
+            await asyncio.sleep(0.1)
+        await pod.exit(0, report(stage_of(pod)))
+
+    nodes(end_after_the_kill)
+    extraction.apply()
+
+    def done() -> bool:
+        phase = extraction.status().get("phase", "none")
+        if phase not in killed_in:
+            killed_in.add(phase)
             operator.kill()
         return phase == "Succeeded"
 
-    wait_until(look, 120, poll_seconds=chance.uniform(0.02, 0.3))
-    status = extraction.status()
-    assert operator.killed >= 1
-    assert [name for name, _ in jobs_ever_made(control_plane, namespace)] == [
-        "job-extract",
-        "job-finalize",
-        "job-prepare",
-    ]
-    assert pods_ever_made(control_plane, namespace) == 6
-    assert status["progress"]["percent"] == 100
-    assert status["shards"]["summary"] == "4/4"
+    wait_until(done, 120)
+    assert killed_in >= {*phases.values(), "Succeeded"}
     operator.process.wait_ready()
+    assert ever_made(control_plane, namespace) == (each_once(), 6)
+    assert extraction.status()["shards"]["summary"] == "4/4"
 
 
 def test_the_connection_to_the_api_server_is_cut(
@@ -83,12 +101,7 @@ def test_the_connection_to_the_api_server_is_cut(
 ) -> None:
     nodes(play(seconds=0.5))
     proxy = toxiproxy.proxy(control_plane.url.removeprefix("https://"))
-    with OperatorProcess(control_plane, tmp_path, namespaces=(namespace,)) as direct:
-        kubeconfig = yaml.safe_load(direct.kubeconfig.read_text())
-    kubeconfig["clusters"][0]["cluster"]["server"] = f"https://{proxy.address}"
-    through = tmp_path / "through-proxy.kubeconfig"
-    through.write_text(yaml.safe_dump(kubeconfig))
-    with OperatorProcess(control_plane, tmp_path, namespaces=(namespace,), kubeconfig=through) as operator:
+    with OperatorProcess(control_plane, tmp_path, namespaces=(namespace,), url=f"https://{proxy.address}") as operator:
         extraction.apply()
         for phase in ("Preparing", "Extracting", "Finalizing"):
             extraction.wait_for(
@@ -100,11 +113,57 @@ def test_the_connection_to_the_api_server_is_cut(
             assert operator.healthy()  # a restart would not bring the API server back
             proxy.mend()
         extraction.wait("Succeeded", 120)
-    assert [name for name, _ in jobs_ever_made(control_plane, namespace)] == [
-        "job-extract",
-        "job-finalize",
-        "job-prepare",
-    ]
+    assert ever_made(control_plane, namespace)[0] == each_once()
+
+
+def test_a_storm_of_refusals_delays_and_changes_nothing(
+    crd: None, control_plane: ControlPlane, namespace: str, extraction: Extraction, nodes: Nodes, tmp_path: Path
+) -> None:
+    """Every second request of a kind is refused, lists and watches among them: too many requests, conflicts, server errors."""
+    codes, asked = itertools.cycle((429, 409, 503, 409, 500)), Counter[tuple[str, str]]()
+
+    def refuse(method: str, path: str) -> int | None:
+        asked[method, path] += 1
+        code = next(codes)
+        return code if asked[method, path] % 2 and (method != "GET" or code != 409) else None
+
+    nodes(play(seconds=0.3))
+    with ApiProxy(control_plane) as proxy:
+        proxy.refuse = refuse  # it must come up in the storm, too
+        with OperatorProcess(control_plane, tmp_path, namespaces=(namespace,), url=proxy.url) as operator:
+            extraction.apply()
+            extraction.wait("Succeeded", 180)
+            assert operator.healthy()
+        assert {409, 429, 500, 503} == set(proxy.refused)
+    assert ever_made(control_plane, namespace) == (each_once(), 6)
+
+
+def test_a_watch_that_dies_in_silence_is_ill_health(
+    crd: None, control_plane: ControlPlane, namespace: str, extraction: Extraction, nodes: Nodes, tmp_path: Path
+) -> None:
+    """Every connection stands and requests are answered, but no watch tells anything any more."""
+    nodes(play(extract=work_until_told))
+    with (
+        ApiProxy(control_plane) as proxy,
+        OperatorProcess(
+            control_plane,
+            tmp_path,
+            namespaces=(namespace,),
+            url=proxy.url,
+            watch_silence_seconds="3",
+            audit_interval_seconds="2",
+        ) as operator,
+    ):
+        extraction.apply()
+        extraction.wait_for(lambda s: s.get("shards", {}).get("active") == 2)
+        assert operator.healthy()
+        proxy.freeze_watches()
+        extraction.patch({"suspend": True})
+        wait_until(lambda: not operator.healthy(), 60)
+        assert extraction.status()["phase"] == "Extracting"
+        proxy.thaw_watches()
+        extraction.wait("Suspended", 30)  # even if nobody restarts it
+        wait_until(operator.healthy, 30)
 
 
 def test_two_operators_by_mistake(
@@ -119,40 +178,7 @@ def test_two_operators_by_mistake(
     with OperatorProcess(control_plane, tmp_path / "second", namespaces=(namespace,)):
         extraction.apply()
         extraction.wait("Succeeded", 120)
-    assert [name for name, _ in jobs_ever_made(control_plane, namespace)] == [
-        "job-extract",
-        "job-finalize",
-        "job-prepare",
-    ]
-    assert pods_ever_made(control_plane, namespace) == 6
-
-
-def test_a_worker_pod_evicted_is_no_failure(
-    operator: OperatorProcess, extraction: Extraction, nodes: Nodes, control_plane: ControlPlane, namespace: str
-) -> None:
-    scripted = nodes(play(extract=work_until_told))
-    extraction.apply({"failurePolicy": {"retriesPerShard": 0}})
-    running = lambda: [p for p in scripted.pods if stage_of(p) == "extract" and p.phase == "Running"]  # noqa: E731
-    wait_until(lambda: len(running()) == 2, 60)
-    first = running()[0]
-    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": first.name, "namespace": namespace}}
-    path = f"/api/v1/namespaces/{namespace}/pods/{first.name}/eviction"
-    control_plane.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
-    wait_until(lambda: len(running()) == 2 and first.uid not in {p.uid for p in running()}, 90)
-    status = extraction.status()
-    assert (status["phase"], status["shards"]["failed"]) == ("Extracting", 0)
-
-
-def test_a_deleted_node_gives_its_shards_to_another(
-    operator: OperatorProcess, extraction: Extraction, nodes: Nodes, control_plane: ControlPlane
-) -> None:
-    scripted = nodes(play(extract=work_until_told))
-    extraction.apply({"failurePolicy": {"retriesPerShard": 0}})
-    scripted.wait_for(lambda pods: sum(stage_of(p) == "extract" and p.phase == "Running" for p in pods) == 2)
-    scripted.silence(scripted.names[0])
-    control_plane.kubectl("delete", "node", scripted.names[0])
-    nodes(play())
-    extraction.wait("Succeeded", 180)
+    assert ever_made(control_plane, namespace) == (each_once(), 6)
 
 
 def test_the_crd_is_removed_and_reinstalled(

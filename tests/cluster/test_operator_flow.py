@@ -53,14 +53,18 @@ def test_from_apply_to_succeeded(operator: OperatorProcess, extraction: Extracti
     assert 'headframe_jobs{phase="Succeeded"} 1.0' in operator.metrics()
 
 
-def test_progress_is_polled_from_the_workers(operator: OperatorProcess, extraction: Extraction, nodes: Nodes) -> None:
+def test_progress_and_stalls_are_polled_from_the_workers(
+    operator: OperatorProcess, extraction: Extraction, nodes: Nodes
+) -> None:
+    stall = {"stalled": False, "message": ""}
+
     async def serve_progress(pod: ScriptedPod) -> None:
         samples = 0
 
         async def progress(_: web.Request) -> web.Response:
             nonlocal samples
             samples = min(20, samples + 1)
-            body = {"stage": "extract", "state": "running", "samples": samples, "tokens": 100 * samples}
+            body = {"stage": "extract", "state": "running", "samples": samples, "tokens": 100 * samples, **stall}
             return web.json_response({**body, "samplesPerSecond": 2.0, "tokensPerSecond": 200.0})
 
         app = web.Application()
@@ -83,6 +87,10 @@ def test_progress_is_polled_from_the_workers(operator: OperatorProcess, extracti
     assert progress["tokensPerSecond"] > 0
     assert progress["estimatedCompletionTime"].endswith("Z")
     assert "headframe_job_progress_ratio{" in operator.metrics()
+    stall |= {"stalled": True, "message": "no batch for 900 s"}
+    extraction.wait_reason("WorkerStalled", "makes no progress: no batch for 900 s")
+    stall |= {"stalled": False, "message": ""}
+    extraction.wait_reason("Extracting")
 
 
 def test_a_silent_worker_is_named_and_delays_nobody(
@@ -201,16 +209,34 @@ def test_the_same_name_again_at_once_starts_anew(
     assert status["shards"]["succeeded"] == 0
 
 
-def test_a_job_deleted_by_hand_is_made_again(
+def test_a_job_deleted_by_hand_in_any_stage_is_made_again(
     operator: OperatorProcess, extraction: Extraction, nodes: Nodes, control_plane: ControlPlane
 ) -> None:
-    scripted = nodes(play(extract=work_until_told))
+    stages = {"prepare": "Preparing", "extract": "Extracting", "finalize": "Finalizing"}
+    ending: set[str] = set()
+
+    async def script(pod: ScriptedPod) -> None:
+        await pod.run()
+        while stage_of(pod) not in ending:  # noqa: ASYNC110  (set from another thread)
+            await asyncio.sleep(0.1)
+        await pod.exit(0, report(stage_of(pod)))
+
+    scripted = nodes(script)
     extraction.apply()
-    scripted.wait_for(lambda _: len(workers(scripted)) == 2)
-    before = extraction.job_uids()
-    control_plane.kubectl("delete", "job", "job-extract", "-n", extraction.namespace)
-    scripted.wait_for(lambda _: len(workers(scripted)) == 2 and len(extraction.job_uids() - before) == 1)
-    assert extraction.status()["phase"] == "Extracting"
+    for stage, phase in stages.items():
+
+        def running(stage: str = stage) -> set[str]:
+            return {pod.uid for pod in scripted.pods if stage_of(pod) == stage and pod.phase == "Running"}
+
+        wait_until(running, 60)
+        extraction.wait(phase)
+        before, pods = extraction.job_uids(), running()
+        control_plane.kubectl("delete", "job", f"job-{stage}", "-n", extraction.namespace)
+        wait_until(lambda running=running, pods=pods: running() and not running() & pods, 60)
+        assert len(extraction.job_uids() - before) == 1
+        extraction.wait(phase)
+        ending.add(stage)
+    extraction.wait("Succeeded")
 
 
 def test_a_terminal_phase_is_final_even_if_its_jobs_vanish(

@@ -41,10 +41,10 @@ class ClusterAccess:
         """The bearer token of a user named above."""
         return self._tokens[user]
 
-    def kubeconfig_of_service_account(self, namespace: str, name: str) -> Path:
-        """A kubeconfig file with a fresh token of a service account, bound by its roles."""
+    def kubeconfig_of_service_account(self, namespace: str, name: str, url: str = "") -> Path:
+        """A kubeconfig file with a fresh token of a service account, bound by its roles; `url` is that of a proxy."""
         token = self.kubectl("create", "token", name, "-n", namespace, "--duration=2h").strip()
-        return self._write_kubeconfig(f"{namespace}-{name}", token)
+        return self._write_kubeconfig(f"{namespace}-{name}", token, url)
 
     def client(self, kubeconfig: Path | None = None) -> ApiClient:
         """An API client for an administrator, or for the user of a kubeconfig file."""
@@ -83,9 +83,9 @@ class ClusterAccess:
             BatchV1Api(self.client()).delete_collection_namespaced_job(name, propagation_policy="Background")
             core.delete_namespace(name)
 
-    def _write_kubeconfig(self, name: str, token: str) -> Path:
+    def _write_kubeconfig(self, name: str, token: str, url: str = "") -> Path:
         path = self.folder / f"{name}.kubeconfig"
-        cluster = {"server": self.url, "certificate-authority": str(self.authority_file)}
+        cluster = {"server": url or self.url, "certificate-authority": str(self.authority_file)}
         content = {
             "apiVersion": "v1",
             "kind": "Config",

@@ -38,8 +38,8 @@ def install_crd(cluster: ClusterAccess) -> None:
 class OperatorProcess:
     """`headframe-operator` as a child process; a context manager.
 
-    It serves ``namespaces`` (empty: the whole cluster) with exactly the permissions that the chart gives it. On exit it
-    fails where the API server ever refused it something.
+    It serves ``namespaces`` (empty: the whole cluster) with exactly the permissions that the chart gives it, over the
+    proxy at ``url`` if any. On exit it fails where the API server ever refused it something.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class OperatorProcess:
         folder: Path,
         *,
         namespaces: tuple[str, ...] = (),
-        kubeconfig: Path | None = None,
+        url: str = "",
         **settings: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class OperatorProcess:
         home = namespaces[0] if namespaces else "default"
         account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": _ACCOUNT, "namespace": home}}
         cluster.apply(account, *roles(_ACCOUNT, home, namespaces))
-        self.kubeconfig = kubeconfig or cluster.kubeconfig_of_service_account(home, _ACCOUNT)
+        self.kubeconfig = cluster.kubeconfig_of_service_account(home, _ACCOUNT, url)
         quick = {"POLL_INTERVAL_SECONDS": "0.5", "STATUS_INTERVAL_SECONDS": "1", "WORKER_IMAGE": "worker:test"}
         given = quick | {name.upper(): value for name, value in settings.items()}
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADFRAME_")}
@@ -173,8 +173,8 @@ class Extraction:
             raise TimeoutError(f"not within {timeout_seconds} s; the status is {json.dumps(last, indent=1)}") from None
         return last
 
-    def wait_reason(self, reason: str, *words: str, timeout_seconds: float = 60) -> Json:
-        """Wait until the condition Progressing gives a reason, and check that its message holds the words."""
+    def wait_reason(self, reason: str, *words: str, timeout_seconds: float = 10) -> Json:
+        """Wait until the condition Progressing gives a reason, which 10 s are enough for; its message must hold the words."""
 
         def progressing(status: Json) -> Json:
             return next((c for c in status.get("conditions", ()) if c["type"] == "Progressing"), {})

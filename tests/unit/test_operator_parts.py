@@ -1,7 +1,9 @@
 """The operator's small parts: names, settings, index lists, rates, the work queue."""
 
 import asyncio
+import itertools
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from headframe_api.errors import ConfigError
 from headframe_operator import index_lists
 from headframe_operator.child_names import child_name, job_label
+from headframe_operator.lookups import Inquiry
 from headframe_operator.rates import RateWindow
 from headframe_operator.settings import Settings, read_settings
 from headframe_operator.totals import Totals
@@ -144,6 +147,57 @@ def test_the_queue_tries_again_what_failed_and_keeps_the_others_going() -> None:
 
     asyncio.run(scenario())
     assert looks[:2] == ["bad", "good"]
+
+
+def questions(gaps: list[tuple[int, int]], until: int) -> list[int]:
+    """At which seconds Events are asked for, of one look a second, where pods are missing in these spans of time."""
+    inquiry, start = Inquiry(), datetime(2026, 11, 30, tzinfo=UTC)
+    return [
+        second
+        for second in range(until)
+        if inquiry.note(
+            ("job",) if any(first <= second < last for first, last in gaps) else (),
+            (),
+            start + timedelta(seconds=second),
+        )
+    ]
+
+
+def test_events_are_asked_for_only_where_pods_stay_missing_and_ever_more_seldom() -> None:
+    assert questions([(first, first + 3) for first in range(0, 100, 4)], 100) == []
+    lasting = questions([(0, 600)], 600)
+    assert lasting[:5] == [3, 6, 12, 24, 48]
+    assert all(later - earlier <= 60 for earlier, later in itertools.pairwise(lasting))
+    assert questions([(0, 50), (300, 310)], 400)[-2:] == [303, 306]  # a new gap much later is explained at once
+
+
+def test_a_question_about_something_else_is_asked_soon() -> None:
+    inquiry, now = Inquiry(), datetime(2026, 11, 30, tzinfo=UTC)
+    assert inquiry.note((), ("pod-1",), now)
+    assert not inquiry.note((), ("pod-2",), now + timedelta(seconds=1))
+    assert inquiry.note((), ("pod-2",), now + timedelta(seconds=3))
+    assert inquiry.about == ("pod-2",)
+
+
+def test_a_key_with_many_pods_rests_between_two_looks() -> None:
+    looks: list[float] = []
+
+    async def scenario() -> None:
+        done = asyncio.Event()
+
+        async def handle(key: tuple[str, str]) -> None:
+            looks.append(asyncio.get_running_loop().time())
+            queue.add(key)
+            if len(looks) == 3:
+                done.set()
+
+        queue = WorkQueue(handle, concurrency=1, rest_seconds=lambda _: 0.2)
+        queue.add(("ns", "job"))
+        await asyncio.wait_for(done.wait(), 10)
+        await queue.stop()
+
+    asyncio.run(scenario())
+    assert all(later - earlier >= 0.19 for earlier, later in itertools.pairwise(looks))
 
 
 def test_every_setting_is_documented() -> None:
