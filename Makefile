@@ -71,12 +71,10 @@ check: .venv/installed  ## lint, format, types, import rules, generated files
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
-	@$(BIN)/python crds/generate.py --check
-	@$(BIN)/python charts/generate.py --check
+	@$(BIN)/python generate.py --check
 	@$(BIN)/hadolint Dockerfile
 
 .PHONY: generate
 generate: .venv/installed  ## write what is generated: the CRD, docs/manifest.md, the chart's dashboards, alerts and README
-	@$(BIN)/python crds/generate.py
-	@$(BIN)/python charts/generate.py
+	@$(BIN)/python generate.py
 	@PYTHONPATH=tests $(BIN)/python -m testbed.tools helm-docs >/dev/null && $$(PYTHONPATH=tests $(BIN)/python -m testbed.tools helm-docs) --chart-search-root charts --log-level warning

@@ -35,6 +35,7 @@ class _Memory:
     window: RateWindow = field(default_factory=RateWindow)
     refusals: dict[str, Refusal] = field(default_factory=dict)
     refused_at: float = 0.0
+    refused_generation: int = 0
     inquiry: Inquiry = field(default_factory=Inquiry)
     written: ExtractionJobStatus | None = None
     written_version: int = 0
@@ -88,6 +89,8 @@ class Reconciler:
         x = known.extraction
         if memory.written is not None and x.version < memory.written_version:
             x = replace(x, status=memory.written)  # the watch has yet to repeat what we wrote
+        if memory.refused_generation != x.generation:
+            memory.refusals = {}  # of another spec
         for stage in list(memory.refusals):
             if stage in known.jobs:
                 del memory.refusals[stage]
@@ -116,6 +119,7 @@ class Reconciler:
         if not refusals:
             return decision
         memory.refusals, memory.refused_at = refusals, time.monotonic()
+        memory.refused_generation = snapshot.extraction.generation
         return replace(
             decide(replace(snapshot, refusals=refusals), datetime.now(UTC), self._settings),
             create={},

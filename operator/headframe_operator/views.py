@@ -38,6 +38,7 @@ class ExtractionView:
     created: datetime
     deleting: bool
     labels: Mapping[str, str]
+    kueue_annotations: Mapping[str, str]
     spec: ExtractionJobSpec | None
     document: Json
     """What the stages get to read: the manifest without status and server's fields."""
@@ -177,6 +178,9 @@ def extraction_view(raw: Json) -> ExtractionView:
         created=_moment(metadata["creationTimestamp"]),
         deleting="deletionTimestamp" in metadata,
         labels=dict(metadata.get("labels", {})),
+        kueue_annotations={
+            name: value for name, value in metadata.get("annotations", {}).items() if name.startswith("kueue.x-k8s.io/")
+        },
         spec=spec,
         document=document,
         fault=fault,

@@ -74,15 +74,3 @@ def test_preempted_by_the_scheduler_and_run_again(
     wait_until(lambda: len(running(scripted)) == 2, 60)
     status = extraction.wait_for(lambda s: s["shards"]["active"] == 2)
     assert (status["phase"], status["shards"]["failed"]) == ("Extracting", 0)
-
-
-def test_a_deleted_node_gives_its_shards_to_another(
-    operator: OperatorProcess, extraction: Extraction, nodes: Nodes, control_plane: ControlPlane
-) -> None:
-    scripted = nodes(play(extract=work_until_told))
-    extraction.apply({"failurePolicy": {"retriesPerShard": 0}})
-    scripted.wait_for(lambda pods: sum(stage_of(p) == "extract" and p.phase == "Running" for p in pods) == 2)
-    scripted.silence(scripted.names[0])
-    control_plane.kubectl("delete", "node", scripted.names[0])
-    nodes(play())
-    extraction.wait("Succeeded", 180)

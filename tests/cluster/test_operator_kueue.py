@@ -81,3 +81,19 @@ def test_preempted_by_a_higher_priority_and_admitted_again(
     finish(scripted, "urgent", urgent)
     scripted.wait_for(lambda _: len(workers(scripted, "calm")) == 2)
     finish(scripted, "calm", calm)
+
+
+def test_admitted_with_fewer_workers_than_asked_for(
+    kueue: Kueue, operator: OperatorProcess, extraction: Extraction, namespace: str, nodes: Nodes
+) -> None:
+    """Partial admission: Kueue grants 2 of 4 workers; the operator neither raises them nor forgets what was asked for."""
+    kueue.add_queue(namespace, "gpus", gpus=2)
+    scripted = nodes(play(extract=work_until_told))
+    extraction.apply({"workers": 4}, **QUEUED, annotations={"kueue.x-k8s.io/job-min-parallelism": "1"})
+    scripted.wait_for(lambda _: len(workers(scripted, "job")) == 2)
+    operator.kill()
+    operator.process.wait_ready()
+    extraction.wait_for(lambda s: s["shards"]["active"] == 2)
+    job = extraction.cluster.get("job", "job-extract", namespace)
+    assert (job["spec"]["parallelism"], job["metadata"]["annotations"]["headframe.dev/workers"]) == (2, "4")
+    finish(scripted, "job", extraction)

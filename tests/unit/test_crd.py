@@ -27,7 +27,7 @@ def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[st
 
 
 def test_generated_files_are_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "crds/generate.py")
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -12,6 +12,8 @@ from headframe_operator.settings import Settings
 from headframe_operator.views import WORKERS_ANNOTATION, ExtractionView
 
 _COPIED_LABELS = (QUEUE_LABEL, "kueue.x-k8s.io/priority-class")
+_COPIED_ANNOTATIONS = ("kueue.x-k8s.io/job-min-parallelism",)
+"""Kueue's partial admission: with how few workers it may start."""
 
 
 def extract_job(x: ExtractionView, spec: ExtractionJobSpec, shards: int, settings: Settings) -> dict[str, Any]:
@@ -35,7 +37,10 @@ def extract_job(x: ExtractionView, spec: ExtractionJobSpec, shards: int, setting
     )
     if QUEUE_LABEL in x.labels:
         manifest["metadata"]["labels"] |= {label: x.labels[label] for label in _COPIED_LABELS if label in x.labels}
-        manifest["metadata"]["annotations"][WORKERS_ANNOTATION] = str(wanted)
+        manifest["metadata"]["annotations"] |= {
+            WORKERS_ANNOTATION: str(wanted),
+            **{name: x.kueue_annotations[name] for name in _COPIED_ANNOTATIONS if name in x.kueue_annotations},
+        }
     return manifest
 
 

@@ -1,4 +1,7 @@
-"""Writes what the chart takes from the code: the CRD, the operator's rules, alerts, dashboards. `--check` fails on drift."""
+"""Writes what follows from the code: the CRD, the manifest reference, the chart's CRD, rules, alerts and dashboards.
+
+`--check` writes nothing and fails where a file has drifted.
+"""
 
 import argparse
 import sys
@@ -7,16 +10,17 @@ from pathlib import Path
 import yaml
 
 from headframe_api.crd import build_crd
+from headframe_api.reference import build_reference
 from headframe_operator.permissions import RULES
+from monitoring.alerts import alert_groups
+from monitoring.extraction_jobs import extraction_jobs_dashboard
+from monitoring.panels import to_json
+from monitoring.workers import workers_dashboard
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent
 CHART = ROOT / "charts/headframe"
-sys.path.insert(0, str(ROOT))
-from monitoring.alerts import alert_groups  # noqa: E402  (a folder of this repository, not an installed package)
-from monitoring.extraction_jobs import extraction_jobs_dashboard  # noqa: E402
-from monitoring.panels import to_json  # noqa: E402
-from monitoring.workers import workers_dashboard  # noqa: E402
 
+_FROM_MODELS = "# Generated from the models in api/headframe_api by `make generate`; do not edit.\n"
 _CRD_HEADER = """\
 {{- /* Generated from the models in api/headframe_api by `make generate`; do not edit. */}}
 {{- if .Values.crds.enabled }}
@@ -43,6 +47,8 @@ _GENERATED = "# Generated from monitoring/alerts.py by `make generate`; do not e
 def generated_files() -> dict[Path, str]:
     """The content that each generated file must have, by its path."""
     return {
+        ROOT / "crds/headframe.dev_extractionjobs.yaml": _FROM_MODELS + _dump(build_crd()),
+        ROOT / "docs/manifest.md": build_reference((ROOT / "examples/full.yaml").read_text()),
         CHART / "templates/crd.yaml": _crd_template(),
         CHART / "templates/_operator-rules.tpl": _RULES.format(rules=_dump(list(RULES)).rstrip()),
         CHART / "files/alerts.yaml": _GENERATED + _dump(alert_groups()),
