@@ -36,7 +36,7 @@ def toxiproxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toxiproxy]:
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A Kubernetes without nodes; a test makes its own namespace and its own `ScriptedNodes`."""
-    with require(), ControlPlane(tmp_path_factory.mktemp("control-plane"), node_grace_seconds=20) as cluster:
+    with require(), ControlPlane(tmp_path_factory.mktemp("control-plane")) as cluster:
         yield cluster
 
 
