@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def make_dataset(folder: Path, options: argparse.Namespace) -> StatesDataset:
-    """Six slots in bfloat16, lengths spread about the mean, parts of 128 MiB."""
+    """Six slots in bfloat16, lengths spread about the mean, parts of 512 MiB (half the default)."""
     random = np.random.default_rng(0)
     lengths = [max(1, int(length)) for length in random.gamma(2.0, options.mean_length / 2, options.samples)]
     output = write_extracted(
@@ -76,7 +76,7 @@ def make_dataset(folder: Path, options: argparse.Namespace) -> StatesDataset:
         layers=(1, 2, 3, 4, 5),
         hidden_size=options.hidden_size,
         model=MADE_UP.model_copy(update={"hidden_size": options.hidden_size}),
-        part_target_bytes=128 << 20,
+        part_target_bytes=512 << 20,
         refuse=False,
     )
     finalize(output.job, output.store, scratch=folder / "scratch", meter=Meter("finalize"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,14 @@ def test_a_part_reads_back_by_safetensors_and_by_one_range_a_sample(
 def test_what_is_no_part_is_refused(content: bytes) -> None:
     with pytest.raises(DataError):
         decode_header(content[: header_bytes(content)], where="here")
+
+
+@pytest.mark.parametrize("said", [{}, {"plan": "sha256:0", "layers": "[1"}, {"plan": 5}, []])
+def test_a_part_that_does_not_say_what_it_is_is_refused_when_asked(said: Any) -> None:
+    text = json.dumps({"__metadata__": said}).encode()
+    header = decode_header(struct.pack("<Q", len(text)) + text, where="here")
+    with pytest.raises(DataError, match="here: not a part of format version 1"):
+        header.metadata  # noqa: B018
 
 
 def test_parts_follow_from_lengths_alone_and_hold_every_row_once() -> None:

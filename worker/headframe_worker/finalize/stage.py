@@ -21,11 +21,11 @@ from headframe_api.plan import Plan
 from headframe_api.spec import FailurePolicy
 from headframe_worker.documents import read_manifest, read_plan
 from headframe_worker.finalize.fault import Fault, fault_list
-from headframe_worker.finalize.in_order import in_order
 from headframe_worker.finalize.report import render_report
 from headframe_worker.finalize.samples_index import SamplesWriter
 from headframe_worker.finalize.shard_check import check_shard
 from headframe_worker.finalize.totals import DatasetTotals
+from headframe_worker.in_order import in_order
 from headframe_worker.meter import Meter
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.missing import MissingObjectError

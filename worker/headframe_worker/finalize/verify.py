@@ -24,13 +24,13 @@ from headframe_api.names import (
 from headframe_api.plan import Plan
 from headframe_worker.documents import read_manifest, read_plan
 from headframe_worker.finalize.fault import Fault
-from headframe_worker.finalize.in_order import in_order
 from headframe_worker.finalize.index_check import index_faults, manifest_faults
 from headframe_worker.finalize.part_content import content_faults
 from headframe_worker.finalize.samples_index import SamplesWriter
 from headframe_worker.finalize.shard_check import check_shard
 from headframe_worker.finalize.stage import stray_shards
 from headframe_worker.finalize.totals import DatasetTotals
+from headframe_worker.in_order import in_order
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.missing import MissingObjectError
 

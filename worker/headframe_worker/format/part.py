@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,18 @@ class PartHeader:
     """A part's header, read."""
 
     tensors: dict[str, TensorPlace]
-    metadata: PartMetadata
     size_bytes: int
     """Size of the whole object."""
+    _strings: dict[str, str]
+    _where: str
+
+    @cached_property
+    def metadata(self) -> PartMetadata:
+        """What the part says of itself; readers of states do without. Raises DataError where it does not say it."""
+        try:
+            return _metadata_of(self._strings)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _not_a_part(self._where, error) from error
 
     @property
     def entry(self) -> PartEntry:
@@ -137,7 +147,7 @@ def decode_header(first_bytes: bytes, *, where: str) -> PartHeader:
     end = header_bytes(first_bytes)
     try:
         header = json.loads(first_bytes[_LENGTH_BYTES:end])
-        metadata = _metadata_of(header.pop("__metadata__"))
+        strings = header.pop("__metadata__")
         tensors = {
             name: TensorPlace(
                 entry["dtype"],
@@ -148,10 +158,13 @@ def decode_header(first_bytes: bytes, *, where: str) -> PartHeader:
             for name, entry in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{where}: not a part of format version 1: {error}") from error
-    return PartHeader(
-        tensors, metadata, max((place.start + place.size_bytes for place in tensors.values()), default=end)
-    )
+        raise _not_a_part(where, error) from error
+    size_bytes = max((place.start + place.size_bytes for place in tensors.values()), default=end)
+    return PartHeader(tensors, size_bytes, strings, where)
+
+
+def _not_a_part(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: not a part of format version 1: {error}")
 
 
 def _metadata_strings(metadata: PartMetadata) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -55,28 +56,22 @@ class StatesDecoder:
             return states.to(self.dtype)
         return (states.to(torch.float32) * torch.tensor(scales)[..., None]).to(self.dtype)
 
-    def sample(self, part: StoredPart, index: int, sample_id: str, states: torch.Tensor) -> Sample:
-        """The sample at a place in a part, with its states [T, S, H]."""
-        tokens = slice(int(part.offsets[index]), int(part.offsets[index + 1]))
-        return Sample(
-            int(part.rows[index]),
-            sample_id,
-            torch.from_numpy(part.token_ids[tokens].astype(np.int64)),
-            torch.from_numpy(part.loss_mask[tokens].astype(np.int64)),
-            states[:, : self._layers],
-            states[:, self._layers] if states.shape[1] > self._layers else None,
-        )
-
     def samples(
-        self, part: StoredPart, indexes: Sequence[int], sample_ids: Sequence[str], stored: torch.Tensor
+        self, part: StoredPart, indexes: range, sample_ids: Sequence[str], stored: torch.Tensor
     ) -> list[Sample]:
-        """Samples that follow one another in a part, out of their stored bytes as one tensor."""
-        first = int(part.offsets[indexes[0]])
-        scales = None if part.scales is None else part.scales[first : int(part.offsets[indexes[-1] + 1])]
-        states = self.states(stored, scales)
-        return [
-            self.sample(
-                part, index, name, states[int(part.offsets[index]) - first : int(part.offsets[index + 1]) - first]
+        """Samples that follow one another in a part, out of their stored bytes as one tensor, of which theirs are views."""
+        offsets = part.offsets[indexes.start : indexes.stop + 1].tolist()
+        tokens, lengths = slice(offsets[0], offsets[-1]), [stop - start for start, stop in pairwise(offsets)]
+        states = self.states(stored, None if part.scales is None else part.scales[tokens])
+        has_last = states.shape[1] > self._layers
+        return list(
+            map(
+                Sample,
+                part.rows[indexes.start : indexes.stop].tolist(),
+                sample_ids,
+                torch.from_numpy(part.token_ids[tokens].astype(np.int64)).split(lengths),
+                torch.from_numpy(part.loss_mask[tokens].astype(np.int64)).split(lengths),
+                states[:, : self._layers].split(lengths),
+                states[:, self._layers].split(lengths) if has_last else repeat(None),
             )
-            for index, name in zip(indexes, sample_ids, strict=True)
-        ]
+        )

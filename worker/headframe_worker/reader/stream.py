@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pyarrow as pa
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from headframe_api.names import STATES_PREFIX, SUCCESS_KEY, part_key, tokens_key
 from headframe_api.plan import Plan
 from headframe_api.spec import S3Spec
 from headframe_worker.documents import read_plan
+from headframe_worker.in_order import in_order
 from headframe_worker.prepare.tokens_file import read_tokens
 from headframe_worker.reader.sample import Sample, StatesDecoder
 from headframe_worker.reader.stored_part import StoredPart, read_header, read_small_tensors
 from headframe_worker.stores.base import Store
+from headframe_worker.stores.local import LocalStore
 from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.open import open_store
 
-_READ_BYTES = 64 << 20
+_LOCAL_READ_BYTES = 64 << 20
+_REMOTE_READ_BYTES = 8 << 20
+_THREADS = 8
 
 
 class StatesStream(IterableDataset[Sample]):
@@ -57,72 +64,99 @@ class StatesStream(IterableDataset[Sample]):
         number, of = (worker.id, worker.num_workers) if worker else (0, 1)
         mine, readers = self._rank * of + number, self._ranks * of
         store = open_store(self._uri, self._s3)
+        # Many requests at once hide the latency of a remote store; local reads are copies, which threads would only slow down.
+        local = isinstance(store, LocalStore)
+        apply = map if local else partial(in_order, threads=_THREADS)
+        run_bytes = _LOCAL_READ_BYTES if local else _REMOTE_READ_BYTES
         try:
             plan = read_plan(store)
             decoder = StatesDecoder(plan.states, plan.model.hidden_size, self._dtype)
             with TemporaryDirectory(prefix="headframe-") as folder:
-                tokens = _ShardTokens(store, Path(folder))
-                for number, shard, part, size_bytes in self._committed(plan, store):
-                    if number % readers == mine:
-                        ids = tokens.sample_ids(shard)
-                        yield from _read_part(
-                            store, decoder, part_key(shard, part), size_bytes, ids, plan.shards[shard].first_row
-                        )
+                tokens = _ShardTokens(store, plan, Path(folder))
+                for parts in self._committed(plan, store):
+                    own = [part for part in parts if part.number % readers == mine]
+                    runs = _runs(store, tokens, own, run_bytes)
+                    for samples in apply(partial(_read_run, store, decoder), runs):
+                        yield from samples
         finally:
             store.close()
 
-    def _committed(self, plan: Plan, store: Store) -> Iterator[tuple[int, int, int, int]]:
-        """(number over all shards, shard, part, bytes) of each part once, as they appear."""
+    def _committed(self, plan: Plan, store: Store) -> Iterator[list[_Committed]]:
+        """Each part once, as they appear."""
         places = [(shard.index, part) for shard in plan.shards for part in range(shard.parts)]
         waiting = {part_key(*place): (number, *place) for number, place in enumerate(places)}
         while True:
             finished = not self._follow or _is_finished(store)  # before listing: nothing comes after _SUCCESS
-            for info in store.list(STATES_PREFIX):
-                if (place := waiting.pop(info.key, None)) is not None:
-                    yield *place, info.size_bytes
+            yield [
+                _Committed(*place, info.size_bytes)
+                for info in store.list(STATES_PREFIX)
+                if (place := waiting.pop(info.key, None)) is not None
+            ]
             if finished or not waiting:
                 return
             time.sleep(self._poll_seconds)
 
 
+@dataclass(frozen=True)
+class _Committed:
+    """A part that is there."""
+
+    number: int
+    """Over all shards."""
+    shard: int
+    part: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Samples side by side in a part: what one request reads."""
+
+    part: StoredPart
+    indexes: range
+    sample_ids: list[str]
+
+
 class _ShardTokens:
     """The sample ids of the shard at hand; parts mostly come shard by shard."""
 
-    def __init__(self, store: Store, scratch: Path) -> None:
-        self._store, self._scratch = store, scratch
+    def __init__(self, store: Store, plan: Plan, scratch: Path) -> None:
+        self._store, self._plan, self._scratch = store, plan, scratch
         self._shard = -1
-        self._ids: pa.ChunkedArray | None = None
+        self._ids: list[str] = []
 
-    def sample_ids(self, shard: int) -> pa.ChunkedArray:
+    def sample_ids(self, shard: int, rows: NDArray[np.int64]) -> list[str]:
+        """Of rows of tokens/."""
         if shard != self._shard:
             path = self._store.fetch(tokens_key(shard), self._scratch)
-            self._shard, self._ids = shard, read_tokens(path).id_column
+            self._shard, self._ids = shard, read_tokens(path).id_column.to_pylist()
             if path.is_relative_to(self._scratch):
-                path.unlink()  # mapped, so still readable
-        return self._ids
+                path.unlink()
+        first = self._plan.shards[shard].first_row
+        return [self._ids[row - first] for row in rows.tolist()]
 
 
-def _read_part(
-    store: Store, decoder: StatesDecoder, key: str, size_bytes: int, sample_ids: pa.ChunkedArray, first_row: int
-) -> Iterator[Sample]:
-    part = read_small_tensors(store, key, read_header(store, key, at_least_bytes=size_bytes))
-    for run in _runs(part):
-        start, stop = int(part.offsets[run[0]]), int(part.offsets[run[-1] + 1])
-        first_byte, run_bytes = part.header.sample_range(start, stop - start)
-        stored = torch.empty(run_bytes, dtype=torch.uint8)
-        store.read_into(key, first_byte, stored.numpy().data)
-        ids = [sample_ids[int(part.rows[index]) - first_row].as_py() for index in run]
-        yield from decoder.samples(part, run, ids, stored)
+def _runs(store: Store, tokens: _ShardTokens, parts: Sequence[_Committed], run_bytes: int) -> Iterator[_Run]:
+    """The samples of these parts in runs of about `run_bytes`."""
+    for place in parts:
+        key = part_key(place.shard, place.part)
+        part = read_small_tensors(store, key, read_header(store, key, at_least_bytes=place.size_bytes))
+        token_bytes = max(1, part.header.sample_range(0, 1)[1])
+        start = 0
+        for index in range(len(part.rows)):
+            size_bytes = (part.offsets[index + 1] - part.offsets[start]) * token_bytes
+            if size_bytes >= run_bytes or index == len(part.rows) - 1:
+                yield _Run(part, range(start, index + 1), tokens.sample_ids(place.shard, part.rows[start : index + 1]))
+                start = index + 1
 
 
-def _runs(part: StoredPart) -> Iterator[range]:
-    """The part's samples in runs of about _READ_BYTES."""
-    token_bytes = max(1, part.header.sample_range(0, 1)[1])
-    start = 0
-    for index in range(len(part.rows)):
-        if (part.offsets[index + 1] - part.offsets[start]) * token_bytes >= _READ_BYTES or index == len(part.rows) - 1:
-            yield range(start, index + 1)
-            start = index + 1
+def _read_run(store: Store, decoder: StatesDecoder, run: _Run) -> list[Sample]:
+    part = run.part
+    start, stop = int(part.offsets[run.indexes.start]), int(part.offsets[run.indexes.stop])
+    first_byte, size_bytes = part.header.sample_range(start, stop - start)
+    stored = torch.empty(size_bytes, dtype=torch.uint8)
+    store.read_into(part.key, first_byte, stored.numpy().data)
+    return decoder.samples(part, run.indexes, run.sample_ids, stored)
 
 
 def _is_finished(store: Store) -> bool:
