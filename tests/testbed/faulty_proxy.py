@@ -58,6 +58,8 @@ class Fault:
     """Only so much of the body arrives, then the connection closes."""
     flip_byte: bool = False
     """One byte of the body is another one."""
+    before: Callable[[], object] | None = None
+    """Called first; other requests go on meanwhile."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of `answer`."""
     text: str | None = None
@@ -124,6 +126,8 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             request = Request(self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
             fault = proxy.next_fault(request)
+            if fault and fault.before:
+                fault.before()
             if fault and fault.answer:
                 self._answer(*fault.answer, fault.headers, fault.text)
                 return

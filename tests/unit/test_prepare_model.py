@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from transformers import AutoConfig, AutoModel, LlamaForCausalLM
 
 from headframe_api.errors import ConfigError
 from headframe_api.layers import hugging_face_indexes
-from headframe_api.spec import ModelSpec, S3Spec
+from headframe_api.spec import DatasetSpec, ModelSpec, S3Spec
+from headframe_worker.meter import Meter
 from headframe_worker.model_source import ModelFiles, locate_model
 from headframe_worker.prepare.model_structure import describe_model
+from headframe_worker.prepare.sources import find_source
 from headframe_worker.prepare.template import ChatRenderer
 from headframe_worker.prepare.tokenizing import FastTokenizer, SlowTokenizer, text_tokenizer
+from headframe_worker.stores.observer import tell
+from testbed.faulty_proxy import FaultyProxy, operation
 from testbed.s3 import S3Server
 
 
@@ -106,6 +111,50 @@ def test_a_model_on_s3_has_the_revision_of_its_files(
     loaded = locate_model(spec, s3, scratch=tmp_path / "scratch", weights=True)
     assert loaded.revision == described.revision
     assert list(loaded.directory.glob("*.safetensors"))
+
+
+def test_requests_for_a_model_and_a_dataset_on_s3_that_are_sent_again_are_counted(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3_server.new_bucket()
+    for path in tiny.save_tiny_model(tmp_path / "local").iterdir():
+        s3_server.client().upload_file(str(path), bucket, f"models/tiny/{path.name}")
+    s3_server.client().put_object(Bucket=bucket, Key="data/a.jsonl", Body=b"{}")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    meter, stop = Meter("prepare"), threading.Event()
+    with FaultyProxy(s3_server) as proxy:
+        s3 = S3Spec(endpoint=proxy.endpoint, region="us-east-1", addressing="path")
+        proxy.inject(operation("ListObjectsV2", "GetObject"), times=2, answer=(503, "SlowDown"))
+        model = ModelSpec(source=f"s3://{bucket}/models/tiny")
+        locate_model(model, s3, scratch=tmp_path / "scratch", weights=False, observer=tell(meter, stop))
+        assert meter.upload_retries == 2
+        proxy.inject(operation("ListObjectsV2"), times=2, answer=(503, "SlowDown"))
+        find_source(DatasetSpec(source=f"s3://{bucket}/data/*.jsonl"), s3, observer=tell(meter, stop))
+        assert meter.upload_retries == 4
+    assert meter.state != "waiting"
+
+
+def test_a_dataset_on_s3_is_listed_no_wider_than_needed_and_known_by_its_content(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, client = s3_server.new_bucket(), s3_server.client()
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    for key in ("data/a-1.jsonl", "data/a-2.jsonl", "data/b.jsonl", "other/c.jsonl"):
+        client.put_object(Bucket=bucket, Key=key, Body=key.encode())
+    s3 = S3Spec(endpoint=s3_server.endpoint, region="us-east-1", addressing="path")
+    sources = [f"s3://{bucket}/data/a-*.jsonl", f"s3://{bucket}/data/b.jsonl", f"s3://{bucket}/*/a-?.jsonl"]
+    found = [find_source(DatasetSpec(source=source), s3) for source in sources]
+    assert [[file.key for file in each.files] for each in found] == [
+        ["a-1.jsonl", "a-2.jsonl"],
+        ["b.jsonl"],
+        ["data/a-1.jsonl", "data/a-2.jsonl"],
+    ]
+    client.put_object(Bucket=bucket, Key="data/a-1.jsonl", Body=b"data/A-1.jsonl")  # as long, and other
+    again = [find_source(DatasetSpec(source=source), s3) for source in sources]
+    changed = [before.digest != after.digest for before, after in zip(found, again, strict=True)]
+    assert changed == [True, False, True]
 
 
 def hub_cache(home: Path, repository: str, model: Path, commit: str) -> None:

@@ -182,7 +182,7 @@ def test_a_port_in_use_says_so(server: MeterServer) -> None:
 
 def test_a_waiting_store_is_the_meters_state_until_it_answers() -> None:
     meter = busy_meter()
-    observer = tell(meter)
+    observer = tell(meter, threading.Event())
     observer.waiting("s3://bucket/k: PutObject: down")
     observer.retried()
     assert (meter.state, meter.message, meter.upload_retries) == ("waiting", "s3://bucket/k: PutObject: down", 8)

@@ -17,6 +17,7 @@ from typing import Any
 from headframe_api.errors import ConfigError, TemporaryError
 from headframe_api.spec import ModelSpec, S3Spec, is_hub_id
 from headframe_worker.stores.base import ObjectInfo, Store
+from headframe_worker.stores.observer import UNOBSERVED, StoreObserver
 from headframe_worker.stores.open import open_store
 
 _CONFIGURATION = "config.json"
@@ -85,7 +86,9 @@ class ModelFiles:
             ) from error
 
 
-def locate_model(spec: ModelSpec, s3: S3Spec, *, scratch: Path, weights: bool) -> ModelFiles:
+def locate_model(
+    spec: ModelSpec, s3: S3Spec, *, scratch: Path, weights: bool, observer: StoreObserver = UNOBSERVED
+) -> ModelFiles:
     """Find the model and bring what is needed of it into a local directory.
 
     Without `weights` only configuration and tokenizer are downloaded; the revision is the same either way. Local files are
@@ -95,7 +98,8 @@ def locate_model(spec: ModelSpec, s3: S3Spec, *, scratch: Path, weights: bool) -
     path = Path(spec.source).expanduser()
     if spec.source.startswith("s3://"):
         uri, _, name = spec.source.rpartition("/") if spec.source.endswith(".gguf") else (spec.source, "", None)
-        return _from_store(spec, open_store(uri, s3), scratch / "model", gguf_file=name, weights=weights)
+        store = open_store(uri, s3, observer=observer)
+        return _from_store(spec, store, scratch / "model", gguf_file=name, weights=weights)
     if path.is_dir():
         return _from_store(spec, open_store(str(path), s3), path, gguf_file=None, weights=weights)
     if path.suffix == ".gguf" and path.is_file():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from s3_content import FAST, LARGE, MIB, SMALL, TUNING
 
-from headframe_api.errors import TemporaryError
+from headframe_api.errors import StoppedError, TemporaryError
 from headframe_api.spec import S3Spec
 from headframe_worker.stores.observer import StoreObserver
 from headframe_worker.stores.s3.store import S3Store
@@ -168,6 +168,25 @@ def test_an_outage_longer_than_the_budget_ends_in_a_temporary_error(
     link.cut()
     with pytest.raises(TemporaryError, match=r"PutObject failed \d+ times over .*run the same command again"):
         store.write("k", [SMALL])
+    store.close()
+    link.delete()
+
+
+def test_the_wish_to_stop_ends_the_waiting_soon(s3_server: S3Server, toxiproxy: Toxiproxy, uri: str) -> None:
+    link = toxiproxy.proxy(f"{s3_server.host}:{s3_server.port}")
+    waiting, stop = threading.Event(), threading.Event()
+    observer = StoreObserver(lambda message: waiting.set() if message else None, stopping=stop.is_set)
+    tuning = replace(TUNING, retry=replace(FAST, budget_seconds=600, longest_delay_seconds=600, stopping_seconds=0.5))
+    store = S3Store(uri, S3Spec(endpoint=f"http://{link.address}"), tuning=tuning, observer=observer)
+    store.check_writable()
+    link.cut()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(store.write, "k", [LARGE], exclusive=True), pool.submit(store.read, "k")]
+        assert waiting.wait(30)
+        stop.set()
+        for call in calls:
+            with pytest.raises(StoppedError, match="some/output/k waited for the object store"):
+                call.result(30)
     store.close()
     link.delete()
 

@@ -42,6 +42,25 @@ def test_what_stays_wrong_ends_at_once_and_says_what_to_check(
     assert s3_server.secret_key not in text
 
 
+@pytest.mark.parametrize("variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_credentials_that_the_real_server_refuses_are_found_before_anything_is_written(
+    s3_server: S3Server, uri: str, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "not-what-the-server-knows")
+    store = S3Store(uri, S3Spec(endpoint=s3_server.endpoint), tuning=TUNING)
+    for attempt in (store.check_writable, lambda: list(store.list())):
+        with pytest.raises(ConfigError, match=f"{uri}.* was refused: .*; check AWS_ACCESS_KEY_ID") as caught:
+            attempt()
+        assert caught.value.reason == "BadCredentials"
+        assert "not-what-the-server-knows" not in caught.value.message
+
+
+def test_a_wrong_region_is_put_right_by_the_server_that_names_its_own(s3_server: S3Server, uri: str) -> None:
+    store = S3Store(uri, S3Spec(endpoint=s3_server.endpoint, region="eu-west-7"), tuning=TUNING)
+    assert store.write("k", [LARGE], exclusive=True).created
+    assert store.read("k") == LARGE
+
+
 def test_a_wrong_clock_is_explained(proxied: S3Store, proxy: FaultyProxy) -> None:
     headers = {"Date": "Tue, 01 Jan 2030 00:00:00 GMT"}
     proxy.inject(operation("PutObject"), times=99, answer=(403, "RequestTimeTooSkewed"), headers=headers)

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from s3_content import LARGE, TUNING, uploads
+from s3_content import LARGE, SMALL, TUNING, uploads
 
 from headframe_api.errors import ConfigError, TemporaryError
 from headframe_api.spec import S3Spec
 from headframe_worker.stores.s3.store import S3Store
-from testbed.faulty_proxy import FaultyProxy
+from testbed.faulty_proxy import FaultyProxy, operation
 from testbed.process import wait_until
 from testbed.s3 import S3Server
 
@@ -42,6 +42,33 @@ def test_old_uploads_under_the_prefix_are_cleaned_up(s3_server: S3Server, uri: s
     assert store.clean_up("states/") == 2
     assert sorted(uploads(s3_server, uri)) == ["elsewhere/d", "some/output/tokens/c"]
     assert store.clean_up() == 1
+
+
+def test_once_all_is_settled_young_uploads_are_nobodys_too(s3_server: S3Server, store: S3Store, uri: str) -> None:
+    bucket, client = uri.split("/")[2], s3_server.client()
+    for key in ("states/a", "states/b", ".headframe-probe-1", "tokens/c"):
+        client.create_multipart_upload(Bucket=bucket, Key=f"some/output/{key}")
+    client.create_multipart_upload(Bucket=bucket, Key="elsewhere/states/d")
+    assert store.clean_up("states/", settled=True) == 3
+    assert sorted(uploads(s3_server, uri)) == ["elsewhere/states/d", "some/output/tokens/c"]
+
+
+def test_a_writer_whose_upload_was_cleaned_up_takes_what_its_twin_made(
+    proxied: S3Store, proxy: FaultyProxy, store: S3Store
+) -> None:
+    proxy.inject(operation("UploadPart"), answer=(404, "NoSuchUpload"))
+    store.write("k", [LARGE], exclusive=True)
+    assert proxied.write("k", [LARGE], exclusive=True).created is False
+    assert proxy.requests["CreateMultipartUpload"] == 1
+
+
+def test_a_probe_whose_upload_was_cleaned_up_is_made_again(proxied: S3Store, proxy: FaultyProxy, uri: str) -> None:
+    again = S3Store(uri, S3Spec(endpoint=proxy.endpoint), tuning=TUNING)
+    proxy.inject(operation("UploadPart"), times=2, answer=(404, "NoSuchUpload"))
+    again.write("k", [LARGE], exclusive=True)
+    assert again.write("k", [SMALL], exclusive=True).created is False
+    assert proxy.requests["CreateMultipartUpload"] == 4  # three probes and the object
+    again.close()
 
 
 def test_probes_of_killed_processes_are_hidden_and_cleaned_up_once_they_are_old(

@@ -63,6 +63,7 @@ def test_missing_objects_say_so_and_may_be_deleted(store: S3Store, tmp_path: Pat
         with pytest.raises(MissingObjectError, match="some/output/none"):
             attempt()
     store.write("there", [SMALL])
+    assert [store.exists(key) for key in ("there", "none")] == [True, False]
     store.delete(["there", "none"])
     assert list(store.list()) == []
     assert list(tmp_path.iterdir()) == []

@@ -39,7 +39,7 @@ def command(
         from headframe_worker.finalize.stage import finalize
 
         manifest = load_job(job)
-        store = open_store(manifest.spec.output.uri, manifest.spec.s3, observer=tell(process.meter))
+        store = open_store(manifest.spec.output.uri, manifest.spec.s3, observer=tell(process.meter, process.stop.event))
         try:
             dataset = finalize(manifest, store, scratch=process.scratch, meter=process.meter, stop=process.stop.event)
         finally:

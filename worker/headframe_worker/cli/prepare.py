@@ -41,7 +41,7 @@ def command(
 
     def work(process: StageProcess) -> TerminationMessage:
         job = load_job(manifest)
-        output = open_store(job.spec.output.uri, job.spec.s3, observer=tell(process.meter))
+        output = open_store(job.spec.output.uri, job.spec.s3, observer=tell(process.meter, process.stop.event))
         try:
             prepared = prepare(
                 job,

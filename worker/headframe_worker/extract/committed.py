@@ -12,6 +12,7 @@ from headframe_api.plan import Plan
 from headframe_worker.format.cut import PartPlan
 from headframe_worker.reader.stored_part import read_header
 from headframe_worker.stores.base import Store
+from headframe_worker.stores.missing import MissingObjectError
 
 _PARALLEL_READS = 16
 _LENGTH_FIELD_BYTES = 8
@@ -29,9 +30,16 @@ def committed_parts(
     found = [number for number, key in keys.items() if key in sizes]
     with ThreadPoolExecutor(_PARALLEL_READS, thread_name_prefix="headers") as threads:
         entries = threads.map(
-            lambda number: committed_part(plan, shard, planned[number], store, size_bytes=sizes[keys[number]]), found
+            lambda number: _listed_part(plan, shard, planned[number], store, sizes[keys[number]]), found
         )
-        return dict(zip(found, entries, strict=True))
+        return {number: entry for number, entry in zip(found, entries, strict=True) if entry is not None}
+
+
+def _listed_part(plan: Plan, shard: int, planned: PartPlan, store: Store, size_bytes: int) -> PartEntry | None:
+    try:
+        return committed_part(plan, shard, planned, store, size_bytes=size_bytes)
+    except MissingObjectError:  # the listing lags behind its deletion
+        return None
 
 
 def committed_part(

@@ -37,6 +37,7 @@ from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.tokens_file import TokensShard, read_tokens
 from headframe_worker.stores.base import Store
+from headframe_worker.stores.observer import tell
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class Extractor:
         """
         entry = self._shard_plan(shard)
         sizes = {info.key: info.size_bytes for info in self.output.list(shard_prefix(shard))}
-        if shard_manifest_key(shard) in sizes:
+        key = shard_manifest_key(shard)
+        if key in sizes and self.output.exists(key):
             return self._manifest(shard)
         work = _ShardWork(self, entry, self._tokens(entry), sizes)
         if work.missing:
@@ -138,7 +140,13 @@ class Extractor:
     def _load(self, tokens: TokensShard, part: PartPlan) -> Engine:
         if self._engine is None:
             spec, plan = self.job.spec, self.plan
-            files = locate_model(_pinned(spec.model, plan), spec.s3, scratch=self.scratch, weights=True)
+            files = locate_model(
+                _pinned(spec.model, plan),
+                spec.s3,
+                scratch=self.scratch,
+                weights=True,
+                observer=tell(self.meter, self.stop),
+            )
             if files.revision != plan.model.revision:
                 raise ConfigError(
                     f"spec.model.source: {spec.model.source} has changed since the plan was made: revision {files.revision}, "

@@ -43,15 +43,16 @@ class CheckedShard:
 def check_shard(plan: Plan, shard: ShardPlan, store: Store, sizes: Mapping[str, int], scratch: Path) -> CheckedShard:
     """Check one shard without reading its states.
 
-    `sizes` is the listing of states/: every object's key and size. `scratch` is where a tokens file is fetched to and
+    `sizes` is the listing of states/: every object's key and size, as far as the listing knows. `scratch` is where a tokens file is fetched to and
     removed from again.
     """
     key = shard_manifest_key(shard.index)
     faults: list[Fault] = []
     tokens = _shard_tokens(shard, store, scratch, faults)
-    if key not in sizes:
+    try:
+        data = store.read(key)
+    except MissingObjectError:
         return CheckedShard(shard, faults)
-    data = store.read(key)
     try:
         manifest = ShardManifest.model_validate_json(data)
     except ValidationError as error:
@@ -150,16 +151,17 @@ def _part_faults(
     sizes: Mapping[str, int],
 ) -> list[Fault]:
     key = part_key(shard.index, entry.part)
-    if key not in sizes:
-        return [Fault(key, "is missing")]
-    if sizes[key] != entry.bytes:
-        return [Fault(key, f"has {sizes[key]:,} bytes, the shard's manifest says {entry.bytes:,}")]
+    size = sizes.get(key, entry.bytes)  # where the listing lags, reading it will tell
+    if size != entry.bytes:
+        return [Fault(key, f"has {size:,} bytes, the shard's manifest says {entry.bytes:,}")]
     try:
-        header = read_header(store, key, at_least_bytes=sizes[key])
-        faults = list(header_faults(plan, shard.index, entry, key, header, sizes[key]))
+        header = read_header(store, key, at_least_bytes=size)
+        faults = list(header_faults(plan, shard.index, entry, key, header, size))
         if faults:
             return faults
         part = read_small_tensors(store, key, header)
+    except MissingObjectError:
+        return [Fault(key, "is missing")]
     except DataError as error:
         return [Fault(key, error.message)]
     strangers = [

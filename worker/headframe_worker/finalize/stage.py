@@ -48,23 +48,29 @@ def finalize(
     plan = read_plan(output)
     policy = job.spec.failure_policy
     sizes = {info.key: info.size_bytes for info in output.list(STATES_PREFIX)}
-    _check_missing(plan, sizes, policy)
+    _check_missing(plan, output, sizes, policy)
     meter.begin_stage(samples_total=plan.samples, tokens_total=plan.tokens)
     with _scratch(scratch) as folder:
         index = folder / SAMPLES_KEY
         totals = _check_shards(plan, output, sizes, folder, index, meter, stop or Event())
+        _refuse_missing(plan, totals.failed, policy)  # again: a listing may show a manifest that is gone
         _check_quarantine(plan, totals.quarantined, policy)
         manifest = totals.manifest(_sha256(index))
         finished = _finished(output, manifest, folder)
         if finished is None:
             _write(output, plan, manifest, index)
-        output.clean_up(STATES_PREFIX)
+        output.clean_up(STATES_PREFIX, settled=True)
     meter.set_state("done")
     return finished or manifest
 
 
-def _check_missing(plan: Plan, sizes: dict[str, int], policy: FailurePolicy) -> None:
-    missing = [shard.index for shard in plan.shards if shard_manifest_key(shard.index) not in sizes]
+def _check_missing(plan: Plan, output: Store, sizes: dict[str, int], policy: FailurePolicy) -> None:
+    unlisted = [shard.index for shard in plan.shards if shard_manifest_key(shard.index) not in sizes]
+    there = in_order(lambda shard: output.exists(shard_manifest_key(shard)), unlisted, threads=_THREADS)
+    _refuse_missing(plan, [shard for shard, is_there in zip(unlisted, there, strict=True) if not is_there], policy)
+
+
+def _refuse_missing(plan: Plan, missing: Sequence[int], policy: FailurePolicy) -> None:
     if len(missing) > policy.max_failed_shards:
         raise TemporaryError(
             f"{len(missing)} of {len(plan.shards)} shards are not extracted yet: {_some(missing)}; extract them "

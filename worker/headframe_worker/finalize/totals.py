@@ -21,7 +21,8 @@ class DatasetTotals:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._shards: list[ShardEntry] = []
-        self._failed: list[int] = []
+        self.failed: list[int] = []
+        """Shards without a manifest."""
         self._missing_samples = 0
         self._loss_tokens = 0
         self._length_counts = np.zeros(0, np.int64)
@@ -39,7 +40,7 @@ class DatasetTotals:
     def add(self, shard: CheckedShard) -> None:
         """Add a shard that has no faults, committed or not."""
         if shard.manifest is None:
-            self._failed.append(shard.plan.index)
+            self.failed.append(shard.plan.index)
             self._missing_samples += shard.plan.samples
             return
         manifest = shard.manifest
@@ -89,7 +90,7 @@ class DatasetTotals:
             bytes=sum(shard.bytes for shard in self._shards),
             lengths=length_percentiles(self._length_counts),
             quarantined=dict(sorted(self._quarantined.items())),
-            failed_shards=self._failed,
+            failed_shards=self.failed,
             missing_samples=self._missing_samples,
             samples_digest=samples_digest,
             fusions=sorted(self._fusions),

@@ -20,6 +20,7 @@ from headframe_worker.prepare.samples import Columns, Format, decide_format, und
 from headframe_worker.prepare.sources import find_source
 from headframe_worker.prepare.template import ChatRenderer
 from headframe_worker.prepare.tokenizing import TextTokenizer, text_tokenizer
+from headframe_worker.stores.observer import UNOBSERVED, StoreObserver
 
 _PEEKED_BLOCKS = 4
 _NO_TOKENIZER = "none"
@@ -36,7 +37,14 @@ class Reading:
     identity: TokensIdentity
 
 
-def open_reading(spec: ExtractionJobSpec, files: ModelFiles, model: ModelIdentity, *, scratch: Path) -> Reading:
+def open_reading(
+    spec: ExtractionJobSpec,
+    files: ModelFiles,
+    model: ModelIdentity,
+    *,
+    scratch: Path,
+    observer: StoreObserver = UNOBSERVED,
+) -> Reading:
     """Find the dataset and decide how its rows become tokens. Raises ConfigError where they cannot."""
     dataset = spec.dataset
     if model.context_length is not None and dataset.max_length > model.context_length:
@@ -45,7 +53,7 @@ def open_reading(spec: ExtractionJobSpec, files: ModelFiles, model: ModelIdentit
             f"set it to at most {model.context_length}",
             reason="MaxLengthOverModelLimit",
         )
-    source = find_source(dataset, spec.s3)
+    source = find_source(dataset, spec.s3, observer=observer)
     columns = Columns(dataset.columns)
     blocks = read_blocks(source, columns, scratch=scratch, limit=dataset.limit)
     peeked = list(islice(blocks, _PEEKED_BLOCKS))

@@ -78,7 +78,8 @@ def check_same_inputs(
             reason="InputsChanged",
         )
     present = {info.key for info in output.list(TOKENS_PREFIX)}
-    missing = [key for shard in plan.shards if (key := tokens_key(shard.index)) not in present]
+    unlisted = [key for shard in plan.shards if (key := tokens_key(shard.index)) not in present]
+    missing = [key for key in unlisted if not output.exists(key)]
     if missing:
         raise ConfigError(
             f"{output.uri}: {missing[0]} is missing ({len(missing)} of {len(plan.shards)} files of tokens); use --fresh",

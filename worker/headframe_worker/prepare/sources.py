@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -14,8 +14,9 @@ from typing import Any
 
 from headframe_api.errors import ConfigError, TemporaryError
 from headframe_api.spec import DatasetSpec, S3Spec, is_hub_id
-from headframe_worker.stores.base import Store
+from headframe_worker.stores.base import ObjectInfo, Store
 from headframe_worker.stores.local import LocalStore
+from headframe_worker.stores.observer import UNOBSERVED, StoreObserver
 from headframe_worker.stores.open import open_store
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow")
@@ -45,21 +46,22 @@ class DataSource:
     name: str = ""
 
 
-def find_source(spec: DatasetSpec, s3: S3Spec) -> DataSource:
+def find_source(spec: DatasetSpec, s3: S3Spec, *, observer: StoreObserver = UNOBSERVED) -> DataSource:
     """Resolve a path, glob, directory, hub id or S3 URI. Raises ConfigError where nothing is there."""
     source = spec.source
     if source.startswith("s3://"):
-        return _from_s3(spec, s3)
+        return _from_s3(spec, s3, observer)
     path = Path(source.removeprefix("file://")).expanduser()
     if path.is_file():
-        return _from_files(spec, LocalStore(path.parent), [path.name])
+        store = LocalStore(path.parent)
+        return _from_files(spec, store, [store.info(path.name)])
     if path.is_dir():
         return _from_directory(spec, LocalStore(path))
     if _WILD.search(source):
         base, pattern = _split_wild(str(path))
-        root = Path(base or ".")
+        store = LocalStore(root := Path(base or "."))
         found = glob.glob(pattern, root_dir=root, recursive=True)  # noqa: PTH207  (pathlib has no sorted relative names)
-        return _from_files(spec, LocalStore(root), [name for name in found if (root / name).is_file()])
+        return _from_files(spec, store, [store.info(name) for name in found if (root / name).is_file()])
     if is_hub_id(source) and not source.endswith(SUFFIXES):
         return _from_hub(spec)
     raise ConfigError(f"spec.dataset.source: {source}: no such file or directory", reason="DatasetNotFound")
@@ -73,17 +75,17 @@ def _split_wild(path: str) -> tuple[str, str]:
     return ("/" if path.startswith("/") and not base else base), "/".join(parts[wild:])
 
 
-def _from_s3(spec: DatasetSpec, s3: S3Spec) -> DataSource:
+def _from_s3(spec: DatasetSpec, s3: S3Spec, observer: StoreObserver) -> DataSource:
     uri = spec.source.rstrip("/")
     if _WILD.search(uri):
         base, pattern = _split_wild(uri)
-        store = open_store(base, s3)
-        return _from_files(spec, store, [info.key for info in store.list() if _matches(info.key, pattern)])
+        store, common = open_store(base, s3, observer=observer), _WILD.split(pattern)[0]
+        return _from_files(spec, store, [info for info in store.list(common) if _matches(info.key, pattern)])
     if uri.endswith(SUFFIXES):
         base, _, key = uri.rpartition("/")
-        store = open_store(base, s3)
-        return _from_files(spec, store, [info.key for info in store.list(key) if info.key == key])
-    return _from_directory(spec, open_store(uri, s3))
+        store = open_store(base, s3, observer=observer)
+        return _from_files(spec, store, [info for info in store.list(key) if info.key == key])
+    return _from_directory(spec, open_store(uri, s3, observer=observer))
 
 
 def _matches(key: str, pattern: str) -> bool:
@@ -95,48 +97,46 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 def _from_directory(spec: DatasetSpec, store: Store) -> DataSource:
-    names = [info.key for info in store.list()]
-    if _SAVED_SPLITS in names:
+    infos = {info.key: info for info in store.list()}
+    if _SAVED_SPLITS in infos:
         splits = json.loads(store.read(_SAVED_SPLITS))["splits"]
         if spec.split not in splits:
             raise ConfigError(
                 f"spec.dataset.split: {spec.split} is not in {spec.source}; it has {', '.join(splits)}",
                 reason="DatasetNotFound",
             )
-        return _from_files(spec, store, _saved_files(store, f"{spec.split}/"), ordered=True)
-    if all(name in names for name in _SAVED_DATASET):
-        return _from_files(spec, store, _saved_files(store, ""), ordered=True)
-    return _from_files(spec, store, names)
+        return _from_files(spec, store, _saved_files(spec, store, infos, f"{spec.split}/"), ordered=True)
+    if all(name in infos for name in _SAVED_DATASET):
+        return _from_files(spec, store, _saved_files(spec, store, infos, ""), ordered=True)
+    return _from_files(spec, store, list(infos.values()))
 
 
-def _saved_files(store: Store, prefix: str) -> list[str]:
+def _saved_files(spec: DatasetSpec, store: Store, infos: Mapping[str, ObjectInfo], prefix: str) -> list[ObjectInfo]:
     """The Arrow files of a `save_to_disk` directory, in its own order."""
     state = json.loads(store.read(f"{prefix}state.json"))
-    return [prefix + entry["filename"] for entry in state["_data_files"]]
+    keys = [prefix + entry["filename"] for entry in state["_data_files"]]
+    if missing := [key for key in keys if key not in infos]:
+        raise ConfigError(
+            f"spec.dataset.source: {spec.source}: {missing[0]} is missing, which {prefix}state.json names",
+            reason="DatasetNotFound",
+        )
+    return [infos[key] for key in keys]
 
 
-def _from_files(spec: DatasetSpec, store: Store, keys: Sequence[str], *, ordered: bool = False) -> DataSource:
-    visible = [key for key in keys if not any(part.startswith(".") for part in PurePosixPath(key).parts)]
-    chosen = [key for key in visible if key.endswith(SUFFIXES)]
+def _from_files(spec: DatasetSpec, store: Store, infos: Sequence[ObjectInfo], *, ordered: bool = False) -> DataSource:
+    visible = [info for info in infos if not any(part.startswith(".") for part in PurePosixPath(info.key).parts)]
+    chosen = [info for info in visible if info.key.endswith(SUFFIXES)]
     if not chosen:
-        others = f"; it has {', '.join(sorted(visible)[:5])}" if visible else ""
+        others = f"; it has {', '.join(sorted(info.key for info in visible)[:5])}" if visible else ""
         raise ConfigError(
             f"spec.dataset.source: {spec.source}: no file of {', '.join(SUFFIXES)} there{others}",
             reason="DatasetNotFound",
         )
-    files = [DataFile(store, key, key) for key in (chosen if ordered else sorted(chosen))]
-    return DataSource(tuple(files), _digest(store, files), name=spec.source)
-
-
-def _digest(store: Store, files: Sequence[DataFile]) -> str:
-    """Names, sizes and, for local files, modification times."""
-    if isinstance(store, LocalStore):
-        stats = [(store.directory / file.key).stat() for file in files]
-        facts = [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats, strict=True)]
-    else:
-        sizes = {info.key: info.size_bytes for info in store.list()}
-        facts = [[file.name, sizes[file.key]] for file in files]
-    return "sha256:" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    if not ordered:
+        chosen.sort(key=lambda info: info.key)
+    facts = [[info.key, info.size_bytes, info.version] for info in chosen]
+    digest = "sha256:" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return DataSource(tuple(DataFile(store, info.key, info.key) for info in chosen), digest, name=spec.source)
 
 
 def _from_hub(spec: DatasetSpec) -> DataSource:

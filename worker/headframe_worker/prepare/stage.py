@@ -33,6 +33,7 @@ from headframe_worker.prepare.spool import Spool
 from headframe_worker.prepare.tokens_file import DATASET_INFO_KEY, STATE_KEY, directory_files
 from headframe_worker.prepare.writing import Totals, check_quarantine, tokenise, write_shards
 from headframe_worker.stores.base import Store
+from headframe_worker.stores.observer import tell
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
@@ -68,10 +69,11 @@ def prepare(
     spec = job.spec
     meter.set_state("running", "looking at the model and the dataset")
     with scratch_space(scratch) as space:
-        files = locate_model(spec.model, spec.s3, scratch=scratch, weights=False)
+        observer = tell(meter, stop or threading.Event())
+        files = locate_model(spec.model, spec.s3, scratch=scratch, weights=False, observer=observer)
         model, size = describe_model(files, spec.model)
         states = _layout(spec, model)
-        reading = open_reading(spec, files, model, scratch=space)
+        reading = open_reading(spec, files, model, scratch=space, observer=observer)
         if fresh:
             delete_output(output)
         plan = read_plan(output)

@@ -12,9 +12,10 @@ from rich.console import Console
 from headframe_api.errors import DataError, TemporaryError
 from headframe_api.job import ExtractionJob
 from headframe_api.manifests import DatasetManifest
-from headframe_api.names import MANIFEST_KEY, STATES_PREFIX, shard_prefix
+from headframe_api.names import STATES_PREFIX, shard_manifest_key
 from headframe_api.plan import Plan
 from headframe_worker.finalize.stage import finalize
+from headframe_worker.in_order import in_order
 from headframe_worker.meter import Meter
 from headframe_worker.prepare.stage import prepare
 from headframe_worker.run.devices import worker_devices
@@ -23,7 +24,10 @@ from headframe_worker.run.pool import WorkerPool
 from headframe_worker.serve.server import MeterServer
 from headframe_worker.signals import StopWish
 from headframe_worker.stores.base import Store
+from headframe_worker.stores.observer import StoreObserver
 from headframe_worker.stores.open import open_store
+
+_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def run_job(
     job: ExtractionJob, options: RunOptions, *, console: Console, note: Callable[[str], None], stop: StopWish
 ) -> DatasetManifest:
     """Prepare, extract, finalize. Raises a HeadframeError that carries the exit code."""
-    output = open_store(job.spec.output.uri, job.spec.s3)
+    output = open_store(job.spec.output.uri, job.spec.s3, observer=StoreObserver(stopping=stop.event.is_set))
     with closing(output):
         return _run_stages(job, output, options, console=console, note=note, stop=stop)
 
@@ -122,5 +126,7 @@ def _extract(
 
 
 def _committed_shards(output: Store, plan: Plan) -> set[int]:
-    keys = {info.key for info in output.list(STATES_PREFIX) if info.key.endswith(f"/{MANIFEST_KEY}")}
-    return {shard.index for shard in plan.shards if f"{shard_prefix(shard.index)}{MANIFEST_KEY}" in keys}
+    keys = {info.key for info in output.list(STATES_PREFIX)}
+    listed = [shard.index for shard in plan.shards if shard_manifest_key(shard.index) in keys]
+    there = in_order(lambda shard: output.exists(shard_manifest_key(shard)), listed, threads=_THREADS)
+    return {shard for shard, is_there in zip(listed, there, strict=True) if is_there}

@@ -105,7 +105,7 @@ def _work(
     StallWatch(meter).start()
     threading.Thread(target=_report, args=(meter, send), daemon=True).start()
     devices = choose_devices(job.spec.model.gpus)
-    output = open_store(job.spec.output.uri, job.spec.s3, observer=tell(meter))
+    output = open_store(job.spec.output.uri, job.spec.s3, observer=tell(meter, stop))
     extractor = Extractor(job, plan, output, devices=devices, scratch=scratch, meter=meter, stop=stop)
     extractor.load()
     send(Ready())

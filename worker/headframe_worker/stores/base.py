@@ -14,6 +14,8 @@ class ObjectInfo:
 
     key: str
     size_bytes: int
+    version: str
+    """Another one where the content was written anew: an ETag, or the time of the change."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,14 @@ class Store(Protocol):
     """Without a trailing slash; holds no credentials."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All whole objects whose key starts with prefix, in order of their keys; never a half-written one."""
+        """All whole objects whose key starts with prefix, in order of their keys; never a half-written one.
+
+        On some servers a listing lags: what decides something is confirmed by `exists`, a read or an exclusive write.
+        """
+        ...
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object now."""
         ...
 
     def read(self, key: str) -> bytes:
@@ -68,8 +77,11 @@ class Store(Protocol):
         """Delete objects; missing ones are no error."""
         ...
 
-    def clean_up(self, prefix: str = "") -> int:
-        """Remove what interrupted writes left behind under prefix, once it is old enough to be nobody's; how many were removed."""
+    def clean_up(self, prefix: str = "", *, settled: bool = False) -> int:
+        """Remove what interrupted writes left behind under prefix, once it is old enough to be nobody's; how many were removed.
+
+        `settled`: all that will ever be there is there, so that no write under prefix has any use, however young it is.
+        """
         ...
 
     def check_writable(self) -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,8 +40,18 @@ class LocalStore:
                 path = Path(folder, name)
                 key = path.relative_to(self.directory).as_posix()
                 if key.startswith(prefix) and not name.startswith(_TEMPORARY_PREFIX):
-                    found.append(ObjectInfo(key, path.stat().st_size))
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        found.append(_info(key, path))
         yield from sorted(found, key=lambda info: info.key)
+
+    def info(self, key: str) -> ObjectInfo:
+        """One object as a listing has it. Raises MissingObjectError."""
+        with self._errors(key, "read"):
+            return _info(key, self.directory / key)
+
+    def exists(self, key: str) -> bool:
+        """See Store."""
+        return (self.directory / key).is_file()
 
     def read(self, key: str) -> bytes:
         """See Store."""
@@ -104,12 +114,12 @@ class LocalStore:
             with self._errors(key, "delete"):
                 (self.directory / key).unlink(missing_ok=True)
 
-    def clean_up(self, prefix: str = "") -> int:
+    def clean_up(self, prefix: str = "", *, settled: bool = False) -> int:
         """See Store."""
-        now, removed = time.time(), 0
+        oldest, removed = time.time() - _ABANDONED_AFTER_SECONDS, 0
         for path in (self.directory / prefix).glob(f"**/{_TEMPORARY_PREFIX}*"):
             try:
-                if now - path.stat().st_mtime > _ABANDONED_AFTER_SECONDS:
+                if settled or path.stat().st_mtime < oldest:
                     path.unlink()
                     removed += 1
             except FileNotFoundError:
@@ -152,6 +162,10 @@ class LocalStore:
                 final.hardlink_to(temporary)
             except FileExistsError:
                 return False
+            except FileNotFoundError:  # cleaned up as of no use, because another writer has made all there is to make
+                if final.exists():
+                    return False
+                raise
         else:
             temporary.replace(final)
         return True
@@ -175,6 +189,11 @@ class LocalStore:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR):
             raise ConfigError(f"{path}: cannot {operation}: {error.strerror}", reason="PermissionDenied") from error
         raise TemporaryError(f"{path}: cannot {operation}: {error.strerror or error}") from error
+
+
+def _info(key: str, path: Path) -> ObjectInfo:
+    stat = path.stat()
+    return ObjectInfo(key, stat.st_size, str(stat.st_mtime_ns))
 
 
 def _chunks(buffers: list[memoryview]) -> Iterator[list[memoryview]]:

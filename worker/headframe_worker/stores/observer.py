@@ -1,7 +1,8 @@
-"""Who hears that a store waits: the meter, so that /progress and the metrics tell why nothing moves."""
+"""Who a store tells that it waits: the meter, so that /progress and the metrics say why nothing moves; and who ends its waiting."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ def _ignore() -> None:
     pass
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class StoreObserver:
     """Callbacks of a store; they come from any thread and must not call the store."""
@@ -25,10 +30,16 @@ class StoreObserver:
     """Something outside holds requests up, in words; None: they succeed again."""
     retried: Callable[[], None] = _ignore
     """A request is sent again."""
+    stopping: Callable[[], bool] = _never
+    """Whether the process is to end: then an outage is not waited for any longer."""
 
 
-def tell(meter: Meter) -> StoreObserver:
-    """An observer that lets a meter say `waiting` while a store is down, and after that what it said before."""
+UNOBSERVED = StoreObserver()
+"""Nobody hears."""
+
+
+def tell(meter: Meter, stop: threading.Event) -> StoreObserver:
+    """An observer that lets a meter say `waiting` while a store is down, and after that what it said before; `stop` ends that."""
     before: list[tuple[ProgressState, str]] = []
 
     def waiting(message: str | None) -> None:
@@ -38,4 +49,4 @@ def tell(meter: Meter) -> StoreObserver:
         elif before and meter.state == "waiting":
             meter.set_state(*before.pop())
 
-    return StoreObserver(waiting, lambda: meter.count_retry("upload_retries"))
+    return StoreObserver(waiting, lambda: meter.count_retry("upload_retries"), stop.is_set)

@@ -9,11 +9,11 @@ from headframe_api.errors import ConfigError
 from headframe_api.spec import S3Spec
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.local import LocalStore
-from headframe_worker.stores.observer import StoreObserver
+from headframe_worker.stores.observer import UNOBSERVED, StoreObserver
 from headframe_worker.stores.s3.store import S3Store, tuning_from_environment
 
 
-def open_store(uri: str, s3: S3Spec, *, observer: StoreObserver | None = None) -> Store:
+def open_store(uri: str, s3: S3Spec, *, observer: StoreObserver = UNOBSERVED) -> Store:
     """The store at `s3://bucket/prefix`, `file:///path` or a path. Raises ConfigError for any other scheme.
 
     The observer hears when requests must wait for the object store.

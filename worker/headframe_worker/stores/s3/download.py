@@ -16,6 +16,7 @@ from awscrt.checksums import combine_crc64nvme
 
 from headframe_api.errors import DataError, TemporaryError
 from headframe_worker.checksum import crc64
+from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.s3.errors import PreconditionError, RangeError, TruncatedError
 from headframe_worker.stores.s3.probe import HIDDEN_PREFIX
 from headframe_worker.stores.s3.retry import Requests
@@ -28,6 +29,19 @@ T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 20
 _ATTEMPTS = 5
+
+
+def object_exists(requests: Requests, key: str) -> bool:
+    """Whether there is such an object, by one request."""
+    try:
+        requests.call(
+            "HeadObject",
+            f"s3://{requests.bucket}/{key}",
+            lambda client: client.head_object(Bucket=requests.bucket, Key=key),
+        )
+    except MissingObjectError:
+        return False
+    return True
 
 
 def read_object(requests: Requests, key: str) -> bytes:

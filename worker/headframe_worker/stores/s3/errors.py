@@ -172,7 +172,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "check the bucket's name, create {bucket}, or check spec.s3.endpoint",
     ),
     (
-        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+        ("PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
         "WrongRegion",
         "check spec.s3.region",
     ),

@@ -26,7 +26,7 @@ def list_objects(requests: Requests, prefix: str, *, skip: int) -> Iterator[Obje
         for entry in page.get("Contents", ()):
             key = entry["Key"]
             if not key.rpartition("/")[2].startswith(HIDDEN_PREFIX):
-                yield ObjectInfo(key[skip:], entry["Size"])
+                yield ObjectInfo(key[skip:], entry["Size"], entry["ETag"])
         if not page["IsTruncated"]:
             return
         resume = {"ContinuationToken": page["NextContinuationToken"]}
@@ -44,8 +44,10 @@ def list_abandoned_probes(requests: Requests, prefix: str, *, older_than_seconds
     ]
 
 
-def list_abandoned_uploads(requests: Requests, prefix: str, *, older_than_seconds: float) -> list[tuple[str, str]]:
-    """(key, upload id) of the multipart uploads under prefix that began so long ago, by the server's own clock."""
+def list_abandoned_uploads(
+    requests: Requests, prefix: str, *, older_than_seconds: float | None
+) -> list[tuple[str, str]]:
+    """(key, upload id) of the multipart uploads under prefix that began so long ago, by the server's own clock; None: of all."""
     found: list[tuple[str, str]] = []
     resume: dict[str, Any] = {}
     while True:
@@ -55,7 +57,7 @@ def list_abandoned_uploads(requests: Requests, prefix: str, *, older_than_second
         found += [
             (upload["Key"], upload["UploadId"])
             for upload in page.get("Uploads", ())
-            if now - upload["Initiated"] > timedelta(seconds=older_than_seconds)
+            if older_than_seconds is None or now - upload["Initiated"] > timedelta(seconds=older_than_seconds)
         ]
         if not page.get("IsTruncated"):
             return found

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
-from headframe_api.errors import ConfigError
+from headframe_api.errors import ConfigError, TemporaryError
 from headframe_worker.stores.s3.body import Buffers
-from headframe_worker.stores.s3.errors import UNSPECIFIC_REFUSAL, PreconditionError
+from headframe_worker.stores.s3.errors import UNSPECIFIC_REFUSAL, PreconditionError, UploadLostError
 from headframe_worker.stores.s3.retry import Requests
 from headframe_worker.stores.s3.upload import Uploader
 from headframe_worker.stores.s3.uri import join_key
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 HIDDEN_PREFIX = ".headframe-"
 """Objects whose last name begins so are no results: listings leave them out."""
+_ATTEMPTS = 5
 _CONTENT = b"Headframe tried whether it can write here; this object may be deleted.\n"
 
 
@@ -60,14 +61,18 @@ def _verifies_checksums(uploader: Uploader, key: str, where: str) -> bool:
 
 
 def _refuses_taken_key(send: Callable[[Write, Buffers], object], write: Write) -> bool:
-    try:
-        send(write, Buffers([memoryview(_CONTENT)]))
-    except PreconditionError:
-        return True
-    except ConfigError as error:
-        if error.reason != UNSPECIFIC_REFUSAL:
-            raise
-    return False
+    for _ in range(_ATTEMPTS):
+        try:
+            send(write, Buffers([memoryview(_CONTENT)]))
+        except PreconditionError:
+            return True
+        except UploadLostError:  # another process cleaned up
+            continue
+        except ConfigError as error:
+            if error.reason != UNSPECIFIC_REFUSAL:
+                raise
+        return False
+    raise TemporaryError(f"{write.where}: its upload was lost {_ATTEMPTS} times", reason="WriteConflict")
 
 
 def _delete(requests: Requests, key: str) -> None:

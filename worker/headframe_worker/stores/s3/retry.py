@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, HTTPClientError
 
-from headframe_api.errors import ConfigError, TemporaryError
+from headframe_api.errors import ConfigError, StoppedError, TemporaryError
 from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.observer import StoreObserver
 from headframe_worker.stores.s3.client import Connection
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_LOOK_EVERY_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -49,6 +51,8 @@ class RetryPolicy:
     """Attempts where the fault passes soon or never, such as a wrong checksum."""
     unknown_host_seconds: float = 60.0
     """Budget while the endpoint's name was never resolved: more likely misspelt than down."""
+    stopping_seconds: float = 5.0
+    """Budget once the process is to end."""
 
     def delay_seconds(self, failures: int) -> float:
         """How long to wait after so many failures."""
@@ -75,7 +79,7 @@ class Requests:
         """What `attempt` returns, called with a client until it succeeds. It must be safe to repeat.
 
         `operation` is S3's name of it and `where` the URI, for errors. Raises ConfigError for what stays wrong,
-        TemporaryError when the budget is spent or the store was closed, MissingObjectError, and the three
+        TemporaryError when the budget is spent or the store was closed, StoppedError, MissingObjectError, and the three
         exceptions of `errors` that callers decide on.
         """
         failures, first_failure = 0, 0.0
@@ -97,12 +101,21 @@ class Requests:
                 first_failure = first_failure or time.monotonic()
                 elapsed = time.monotonic() - first_failure
                 self._decide(_Failure(error, operation, where, client, failures, elapsed))
+                if self._observer.stopping() and elapsed > self._policy.stopping_seconds:
+                    raise StoppedError(f"stopped while {operation} of {where} waited for the object store") from error
                 if failures > 1:
                     self._waits.begin(threading.get_ident(), f"{where}: {operation}: {self._words(error)}")
                 self._observer.retried()
-                self.closing.wait(self._policy.delay_seconds(failures))
+                self._pause(self._policy.delay_seconds(failures))
         finally:
             self._waits.end(threading.get_ident())
+
+    def _pause(self, seconds: float) -> None:
+        """Wait so long, or until the store is closed, or the process is to end."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self.closing.wait(min(left, _LOOK_EVERY_SECONDS)) or self._observer.stopping():
+                return
 
     def check_open(self, operation: str, where: str) -> None:
         """Raise TemporaryError once the store is being closed."""

@@ -15,13 +15,13 @@ from headframe_api.errors import ConfigError, TemporaryError
 from headframe_api.names import S3_RETRY_SECONDS_ENVIRONMENT
 from headframe_api.spec import S3Spec
 from headframe_worker.stores.base import ObjectInfo, Written
-from headframe_worker.stores.observer import StoreObserver
+from headframe_worker.stores.observer import UNOBSERVED, StoreObserver
 from headframe_worker.stores.s3.body import Buffers
 from headframe_worker.stores.s3.client import Connection
 from headframe_worker.stores.s3.delete import delete_objects
-from headframe_worker.stores.s3.download import fetch_object, read_into, read_object, read_range
+from headframe_worker.stores.s3.download import fetch_object, object_exists, read_into, read_object, read_range
 from headframe_worker.stores.s3.listing import list_abandoned_probes, list_abandoned_uploads, list_objects
-from headframe_worker.stores.s3.probe import probe
+from headframe_worker.stores.s3.probe import HIDDEN_PREFIX, probe
 from headframe_worker.stores.s3.retry import Requests, RetryPolicy
 from headframe_worker.stores.s3.upload import Uploader
 from headframe_worker.stores.s3.uri import SCHEME, join_key, split_s3_uri
@@ -52,19 +52,23 @@ class S3Store:
     """
 
     def __init__(
-        self, uri: str, s3: S3Spec, *, tuning: S3Tuning | None = None, observer: StoreObserver | None = None
+        self, uri: str, s3: S3Spec, *, tuning: S3Tuning | None = None, observer: StoreObserver = UNOBSERVED
     ) -> None:
         self._bucket, self._prefix = split_s3_uri(uri)
         self.uri = f"{SCHEME}{join_key(self._bucket, self._prefix)}".rstrip("/")
         self._s3 = s3
         self._tuning = tuning or S3Tuning()
-        self._observer = observer or StoreObserver()
+        self._observer = observer
         self._process: _Process | None = None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See Store. One request for each 1,000 objects."""
         top = f"{self._prefix}/" if self._prefix else ""
         return list_objects(self._here().requests, top + prefix, skip=len(top))
+
+    def exists(self, key: str) -> bool:
+        """See Store."""
+        return object_exists(self._here().requests, self._key(key))
 
     def read(self, key: str) -> bytes:
         """See Store."""
@@ -108,14 +112,15 @@ class S3Store:
         for start in range(0, len(pending), _DELETE_BATCH):
             delete_objects(requests, pending[start : start + _DELETE_BATCH])
 
-    def clean_up(self, prefix: str = "") -> int:
+    def clean_up(self, prefix: str = "", *, settled: bool = False) -> int:
         """See Store. Without permission to list or abort uploads this says so in the log, and removes nothing."""
         here, removed = self._here(), 0
         top = f"{self._prefix}/" if self._prefix else ""
         age = self._tuning.abandoned_after_seconds
         try:
-            for key, upload_id in list_abandoned_uploads(here.requests, top + prefix, older_than_seconds=age):
-                removed += here.uploader.abandon(key, upload_id)
+            for below in {top + prefix, top + HIDDEN_PREFIX} if settled else {top + prefix}:
+                uploads = list_abandoned_uploads(here.requests, below, older_than_seconds=None if settled else age)
+                removed += sum(here.uploader.abandon(key, upload_id) for key, upload_id in uploads)
             if probes := list_abandoned_probes(here.requests, top, older_than_seconds=age):
                 delete_objects(here.requests, probes)
                 removed += len(probes)
@@ -136,7 +141,7 @@ class S3Store:
         here.requests.connection.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_process": None, "_observer": StoreObserver()}
+        return self.__dict__ | {"_process": None, "_observer": UNOBSERVED}
 
     def _here(self) -> _Process:
         """What this process has open. Two threads that are first at once may both open it; one of the two is dropped."""

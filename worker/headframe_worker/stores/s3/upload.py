@@ -66,10 +66,11 @@ class Uploader:
                     continue  # deleted meanwhile
                 created = token == write.token
             except UploadLostError:
-                # Either this very upload was completed and the answer lost, or someone aborted it.
-                if self._token(key) != write.token:
+                # This very upload was completed and the answer lost, or it met another writer, or someone aborted it.
+                token = self._token(key)
+                if token != write.token and (token is None or not exclusive):
                     continue
-                created = True
+                created = token == write.token
             else:
                 created = True
             checksum = _checksum(buffers) if write.checksum is None else write.checksum
