@@ -114,7 +114,7 @@ def bench(
             raise StoppedError("stopped as asked; what was written is removed")
         on_step(name)
 
-    with temporary_place(job.spec.output.uri, options.output, job.spec.s3, tell(meter)) as place:
+    with temporary_place(job.spec.output.uri, options.output, job.spec.s3, tell(meter, stop)) as place:
         step("tokens")
         with _prepared(job, options, stop) as (source, plan, is_sample):
             extractor = Extractor(job, plan, source, devices=devices, scratch=options.scratch, meter=meter, stop=stop)
