@@ -173,7 +173,8 @@ def test_no_forward_waits_for_the_device(tmp_path: Path, family: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_too_little_memory_is_found_at_start_and_in_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 3])
+def test_too_little_memory_is_found_at_start_and_in_the_run(tmp_path: Path, stages: int) -> None:
     """A real shortage: the allocator is only given a part of the device."""
     # One wide layer norm away from nothing: the states themselves are what needs memory.
     tiny_models.save("llama", tmp_path, hidden_size=2048, intermediate_size=4096, num_attention_heads=16)
@@ -183,7 +184,7 @@ def test_too_little_memory_is_found_at_start_and_in_the_run(tmp_path: Path) -> N
     total = torch.cuda.get_device_properties(0).total_memory
     meter = Meter("extract")
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (1600 << 20)) / total)
-    engine = open_engine(tmp_path, GPU, parts, batch_tokens=None, meter=meter)
+    engine = open_engine(tmp_path, [torch.device("cuda", 0)] * stages, parts, batch_tokens=None, meter=meter)
     at_start = engine.batch_tokens
     assert 1 <= at_start < 16_384
     assert meter.out_of_memory_retries >= 1
