@@ -6,13 +6,17 @@ inputs are never built twice.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import ssl
 import subprocess
-from collections.abc import Mapping, Sequence
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 from testbed.tools import CACHE, locked, need_root, system_tool
 
@@ -21,6 +25,7 @@ _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"  # where Debian's programs look for it
 _KEPT = 3  # images of one name; they share most layers, but a disk is finite
 _STORE = CACHE / "buildah"
+_COMPRESSED_BYTES = 100e6  # new layers are compressed in an OCI archive: quick for less, slow for more
 
 
 def base_image(*packages: str) -> str:
@@ -110,13 +115,42 @@ def known_images(repository: str) -> list[str]:
     return [name for name in listed if name.startswith(f"{repository}:")]
 
 
-def save_image(name: str) -> "subprocess.Popen[bytes]":
-    """A process that writes the image to its standard output as an archive that containerd imports."""
-    return subprocess.Popen(
-        [*_buildah("push"), "--quiet", name, f"docker-archive:/dev/stdout:{name}"],
-        stdout=subprocess.PIPE,
-        env=_environment(),
-    )
+@contextmanager
+def saved_image(name: str, known: Path) -> Iterator[IO[bytes]]:
+    """The image as an archive that containerd imports.
+
+    `known` is the folder in which containerd keeps layers, uncompressed, under their SHA-256. Where only small layers are
+    new, the archive holds nothing but them: gigabytes of dependencies are not read again for a change of our code.
+    """
+    manifest = json.loads(_run([*_buildah("inspect"), "--type=image", "--format={{.Manifest}}", name]))
+    sizes = {layer["digest"].removeprefix("sha256:"): layer["size"] for layer in manifest["layers"]}
+    if sum(size for digest, size in sizes.items() if not (known / digest).exists()) < _COMPRESSED_BYTES:
+        with (
+            TemporaryDirectory(dir=CACHE, prefix=".archive-") as folder,
+            _archive_without(known, name, Path(folder)).open("rb") as archive,
+        ):
+            yield archive
+        return
+    whole = [*_buildah("push"), "--quiet", name, f"docker-archive:/dev/stdout:{name}"]
+    with subprocess.Popen(whole, stdout=subprocess.PIPE, env=_environment()) as pushed:
+        if pushed.stdout:
+            yield pushed.stdout
+    if pushed.returncode:
+        raise RuntimeError(f"could not write {name} as an archive")
+
+
+def _archive_without(known: Path, name: str, folder: Path) -> Path:
+    """An OCI archive without the blobs in `known`: they are linked into the layout before, and left out of the archive."""
+    layout, blobs = folder / "layout", folder / "layout/blobs/sha256"
+    blobs.mkdir(parents=True)
+    for blob in known.glob("*"):
+        (blobs / blob.name).hardlink_to(blob)
+    _run([*_buildah("push"), "--quiet", name, f"oci:{layout}:{name.rsplit(':', 1)[1]}"])
+    with tarfile.open(folder / "image.tar", "w") as archive:
+        for file in layout.rglob("*"):
+            if file.is_file() and file.stat().st_nlink == 1:
+                archive.add(file, file.relative_to(layout))
+    return folder / "image.tar"
 
 
 def _trust() -> str:

@@ -13,13 +13,14 @@ from typing import Any
 import yaml
 
 from testbed.control_plane import ControlPlane, healthy
-from testbed.images import busybox_image, known_images, save_image
+from testbed.images import busybox_image, known_images, saved_image
 from testbed.machine import ADDRESS, BRIDGE, CGROUP, POD_ADDRESSES, STATE, borrowed_machine
 from testbed.process import Process, free_port, wait_until
 from testbed.tools import CACHE, go_tool, system_tool
 
 NODE_NAME = "node-1"
 GPUS = 4
+_CONTAINERD = CACHE / "containerd"
 _SOCKET = STATE / "containerd.sock"
 _LOOPBACK = "127.0.0.1"
 
@@ -64,12 +65,12 @@ class NodeCluster(ControlPlane):
         """Make an image of `testbed.images` known to the node, once; pods use it with `imagePullPolicy: Never`."""
         if name in self._run_ctr("images", "list", "--quiet").split():
             return
-        with save_image(name) as archive:
-            command = ["nice", "-n", "10", *self._ctr, "images", "import", "-"]
-            imported = subprocess.run(command, stdin=archive.stdout, capture_output=True, text=True, check=False)
-        if archive.returncode or imported.returncode:
-            raise RuntimeError(f"could not import {name}: {imported.stderr}")
         repository = name.rsplit(":", 1)[0]
+        with saved_image(name, _CONTAINERD / "io.containerd.content.v1.content/blobs/sha256") as archive:
+            command = ["nice", "-n", "10", *self._ctr, "images", "import", f"--base-name={repository}", "-"]
+            imported = subprocess.run(command, stdin=archive, capture_output=True, text=True, check=False)
+        if imported.returncode:
+            raise RuntimeError(f"could not import {name}: {imported.stderr}")
         current = known_images(repository)
         for image in self._run_ctr("images", "list", "--quiet").split():
             if image.startswith(f"{repository}:") and image not in current:
@@ -159,7 +160,7 @@ def _network() -> dict[str, Any]:
 def _containerd_config(pause_image: str, networks: Path) -> str:
     return f"""
 version = 2
-root = "{CACHE / "containerd"}"
+root = "{_CONTAINERD}"
 state = "{STATE / "containerd"}"
 [grpc]
 address = "{_SOCKET}"
