@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -118,6 +119,13 @@ class LengthPercentiles(DiskModel):
     mean: float
 
 
+def plan_digest(document: Mapping[str, object]) -> str:
+    """The digest of the deciding fields as plan.json holds them: of a plan of an earlier version, the fields that it knew."""
+    deciding = {key: value for key, value in document.items() if key not in ("digest", "created_at", "versions")}
+    canonical = json.dumps(deciding, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
 class Plan(DiskModel):
     """What prepare decided. The digest covers every field that decides the output, not when or by which version it was made."""
 
@@ -146,9 +154,7 @@ class Plan(DiskModel):
 
     def computed_digest(self) -> str:
         """The digest of this plan's deciding fields."""
-        deciding = self.model_dump(mode="json", exclude={"digest", "created_at", "versions"})
-        canonical = json.dumps(deciding, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+        return plan_digest(self.model_dump(mode="json"))
 
     def sealed(self) -> Plan:
         """This plan with its digest filled in."""

@@ -19,7 +19,8 @@ from headframe_api.errors import ConfigError, StoppedError, TemporaryError
 from headframe_api.job import ExtractionJob
 from headframe_api.manifests import QuarantinedRow
 from headframe_api.names import tokens_key
-from headframe_api.plan import PART_TARGET_BYTES, Plan
+from headframe_api.plan import PART_TARGET_BYTES, Plan, plan_digest
+from headframe_worker.documents import read_plan
 from headframe_worker.format.cut import shard_parts
 from headframe_worker.meter import Meter
 from headframe_worker.prepare.model_structure import ModelSize
@@ -43,6 +44,19 @@ def run(job: ExtractionJob, store: LocalStore | None = None, **options: Any) -> 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_plan_of_an_earlier_version_is_still_whole(model: Path, tmp_path: Path) -> None:
+    """It lacks the fields that came later; its digest is over those that it has."""
+    job = tiny.job_of(model, tiny.EXAMPLES, tmp_path / "out")
+    store = LocalStore(tmp_path / "out")
+    run(job, store)
+    earlier = json.loads((tmp_path / "out" / "plan.json").read_text())
+    del earlier["model"]["embeddings_in_hidden_states"]
+    earlier["digest"] = plan_digest(earlier)
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(earlier))
+    assert read_plan(store).digest == earlier["digest"]
+    assert run(job, store).plan.digest == earlier["digest"], "a resumed run takes it as it is"
 
 
 def test_the_plan_agrees_with_the_tokens(model: Path, tmp_path: Path) -> None:

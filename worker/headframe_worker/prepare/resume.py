@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -9,7 +10,7 @@ from pydantic.alias_generators import to_camel
 
 from headframe_api.errors import ConfigError
 from headframe_api.names import PLAN_KEY, TOKENS_PREFIX, tokens_key
-from headframe_api.plan import ModelIdentity, Plan, StatesLayout, TokensIdentity
+from headframe_api.plan import ModelIdentity, Plan, StatesLayout, TokensIdentity, plan_digest
 from headframe_api.spec import ExtractionJobSpec
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.missing import MissingObjectError
@@ -32,7 +33,7 @@ def read_plan(output: Store) -> Plan | None:
             f"{output.uri}/{PLAN_KEY}: not a plan of this version: {where}: {fault['msg']}; use another output, or --fresh",
             reason="PlanUnreadable",
         ) from error
-    if plan.computed_digest() != plan.digest:
+    if plan_digest(json.loads(text)) != plan.digest:
         raise ConfigError(
             f"{output.uri}/{PLAN_KEY}: its digest does not match its content; use --fresh", reason="PlanUnreadable"
         )
