@@ -25,6 +25,7 @@ CGROUP = "headframe-testbed"
 NETWORK_POLICY_RULES = ("inet", "kube-network-policies")
 _CGROUPS = Path("/sys/fs/cgroup")
 _FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
+_BRIDGED = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")  # whether packet rules see what pods send each other
 
 
 @contextmanager
@@ -34,12 +35,15 @@ def borrowed_machine() -> Iterator[None]:
     with STATE.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _clean_up()
-        forwarding = _FORWARDING.read_text()
+        found = {setting: setting.read_text() for setting in (_FORWARDING, _BRIDGED) if setting.exists()}
         try:
             _set_up()
+            for setting in found:
+                setting.write_text("1\n")
             yield
         finally:
-            _FORWARDING.write_text(forwarding)
+            for setting, value in found.items():
+                setting.write_text(value)
             _clean_up()
 
 
@@ -48,7 +52,6 @@ def _set_up() -> None:
     _ip("link", "add", BRIDGE, "type", "bridge")
     _ip("address", "add", f"{ADDRESS}/{POD_ADDRESSES.split('/')[1]}", "dev", BRIDGE)
     _ip("link", "set", BRIDGE, "up")
-    _FORWARDING.write_text("1\n")
     for parent in _hierarchies():
         (parent / CGROUP).mkdir()
         for setting in (
