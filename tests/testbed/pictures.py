@@ -1,6 +1,6 @@
 """Draws the dashboards' main panels from a real run, for docs/monitoring.md: `make pictures`.
 
-The run is the quickstart's, with all its samples, on the real node. Each panel's own queries are put to the Prometheus that
+The run is the quickstart's, on the real node. Each panel's own queries are put to the Prometheus that
 scraped it. Grafana itself is not asked: the drawing is matplotlib's.
 """
 
@@ -112,10 +112,9 @@ def _with_unit(value: float, unit: str) -> str:
 
 
 def _run(installed: Installed) -> None:
-    """The quickstart with every sample of its file, to its end."""
+    """The quickstart, to its end."""
     job = yaml.safe_load(EXAMPLE.read_text())
     job["metadata"]["name"] = "drafter"
-    del job["spec"]["dataset"]["limit"]
     installed.give_credentials("default")
     installed.cluster.apply(job)
 
