@@ -1,0 +1,349 @@
+"""From text to a drafter that guesses well: a verifier, its states by Headframe, speculators' own DFlash training on them, acceptance.
+
+    python benchmarks/drafter.py --work /tmp/drafter --out benchmarks/results/h200-drafter.json     an H200, five minutes
+    python benchmarks/drafter.py --work /tmp/drafter --tiny                                         a CPU: all but the training
+
+Needs speculators 0.9.0 beside headframe; nothing is downloaded. Steps whose result lies in --work already are left out.
+
+Acceptance is measured on files that neither verifier nor drafter has seen, in two ways. `text`: speculators' own measure,
+the mean accepted run and the verifier's own token, over every place of held-out text. `greedy`: tokens a verifier step of greedy
+speculative decoding. That yields the verifier's own greedy continuation, token by token, so it is enough to have that
+continuation and its states (which Headframe extracts too), and to walk along it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # of this process, which measures; training, a process of its own, compiles
+
+import speculators.models.dflash  # noqa: F401  (registers the model)
+import torch
+import transformers
+from small_verifier import SPECIAL, VerifierSize, pieces, python_sources, train_tokenizer, train_verifier
+from speculators.model import SpeculatorModel
+from speculators.models.metrics import compute_accepted_length_counts
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from headframe_worker.reader import Sample, StatesDataset
+
+HERE = Path(__file__).parent
+HEADFRAME = [sys.executable, "-m", "headframe_worker.cli.main"]
+MISTAKES = {"early": "last state of one layer early", "normed": "last state normed already"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the whole run."""
+
+    verifier: VerifierSize
+    corpus_bytes: int
+    samples: int
+    sample_characters: int
+    max_length: int
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    epochs: int
+    draft_layers: int
+    block: int
+    anchors: int
+    tokens_a_step: int
+
+
+SIZES = {
+    "h200": Size(VerifierSize(8192, 512, 12, 512, 64, 80.0), 150_000_000, 2400, 1500, 512, 64, 64, 192, 6, 2, 8, 1024, 8192),
+    "tiny": Size(VerifierSize(600, 64, 8, 64, 8, 20.0), 3_000_000, 80, 200, 128, 3, 16, 24, 2, 1, 4, 64, 512),
+}  # fmt: skip
+
+
+class Run:
+    """One run: where its files are, what it measured, how long each step took."""
+
+    def __init__(self, work: Path, size: Size, device: torch.device) -> None:
+        self.work, self.size, self.device = work, size, device
+        self.verifier = work / "verifier"
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        print(f"-- {step}", flush=True)
+        started = time.perf_counter()
+        yield
+        self.seconds[step] = round(time.perf_counter() - started, 1)
+        print(f"   {self.seconds[step]} s", flush=True)
+
+    def output(self, name: str) -> Path:
+        """Where the job of this name writes its dataset."""
+        return self.work / "out" / name
+
+    def job(self, name: str, dataset: dict[str, Any]) -> Path:
+        """The manifest of a job over this run's verifier; JSON is YAML too."""
+        path = self.work / f"{name}.yaml"
+        spec = {
+            "model": {"source": str(self.verifier), "gpus": int(self.device.type == "cuda")},
+            "dataset": {"maxLength": self.size.max_length, **dataset},
+            "states": {"preset": "dflash"},
+            "output": {"uri": str(self.output(name))},
+        }
+        manifest = {"apiVersion": "headframe.dev/v1alpha1", "kind": "ExtractionJob", "metadata": {"name": name}}
+        path.write_text(json.dumps({**manifest, "spec": spec}))
+        return path
+
+
+def make_verifier(run: Run) -> dict[str, float]:
+    """Train the verifier, and write the texts: the last tenth of `text.jsonl` is of held-out files."""
+    report = run.work / "verifier.json"
+    if not report.exists():
+        size = run.size
+        corpus = python_sources(size.corpus_bytes)
+        tokenizer = train_tokenizer(corpus, size.verifier.vocabulary)
+        model, measured = train_verifier(tokenizer, corpus, size.verifier, run.device)
+        model.save_pretrained(run.verifier)
+        tokenizer.save_pretrained(run.verifier)
+        held_out = size.samples // 10
+        training = _spread(list(pieces(corpus.training, size.sample_characters)), size.samples - held_out)
+        unseen = _spread(list(pieces(corpus.held_out, size.sample_characters)), held_out)
+        rows = [json.dumps({"text": text}) for text in (*training, *unseen)]
+        (run.work / "text.jsonl").write_text("\n".join(rows))
+        report.write_text(json.dumps(measured))
+    return dict(json.loads(report.read_text()))
+
+
+def make_continuations(run: Run, unseen: Sequence[Sample]) -> None:
+    """`greedy.jsonl`: tokens of the verifier's greedy continuations of held-out texts' first tokens."""
+    path = run.work / "greedy.jsonl"
+    if path.exists():
+        return
+    size = run.size
+    long_enough = [sample for sample in unseen if len(sample.token_ids) >= size.prompt_tokens]
+    prompts = torch.stack([sample.token_ids[: size.prompt_tokens] for sample in long_enough[: size.prompts]])
+    model: Any = AutoModelForCausalLM.from_pretrained(run.verifier, dtype=torch.bfloat16).to(run.device)
+    with torch.inference_mode():
+        prompts = prompts.to(run.device)
+        found = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=size.new_tokens,
+            min_new_tokens=size.new_tokens, do_sample=False,
+        )  # fmt: skip
+    mask = [0] * size.prompt_tokens + [1] * size.new_tokens
+    path.write_text("\n".join(json.dumps({"input_ids": row, "loss_mask": mask}) for row in found.tolist()))
+
+
+def caught_mistakes(run: Run) -> dict[str, str]:
+    """What `headframe verify --with-head` says of datasets with each mistake; a model that has learned little shows none."""
+    told: dict[str, str] = {}
+    for mistake, what in MISTAKES.items():
+        job = run.job(mistake, {"source": str(run.work / "text.jsonl"), "limit": min(60, run.size.samples)})
+        headframe("prepare", job)
+        command([sys.executable, HERE / "mistaken_extract.py", mistake, job, "--shard", 0, "--port", 0])
+        headframe("finalize", job)
+        found = headframe("verify", run.output(mistake), "--with-head", expect=None)
+        told[what] = found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
+    return told
+
+
+def wrong_numbering(run: Run, output: Path) -> str:
+    """What a training says that is given Headframe's own 0-based layers for speculators' ids; it must not begin."""
+    layers = [str(layer) for layer in StatesDataset(output).manifest.states.layers]
+    found = headframe(*train_arguments(run, output, run.work / "never"), "--target-layer-ids", *layers, expect=78)
+    return found.stderr.strip().splitlines()[-1]
+
+
+def train_arguments(run: Run, output: Path, save: Path) -> list[Any]:
+    """Of `headframe train-with`; what it leaves out is filled in from the dataset, or is speculators' default."""
+    size = run.size
+    return [
+        "train-with", "speculators", output, "--work", run.work / "training", "--",
+        "--speculator-type", "dflash", "--num-layers", size.draft_layers, "--block-size", size.block,
+        "--max-anchors", size.anchors, "--total-seq-len", size.tokens_a_step, "--epochs", size.epochs,
+        "--mask-token-id", mask_token(run), "--num-workers", min(8, os.cpu_count() or 1), "--save-path", save,
+    ]  # fmt: skip
+
+
+def train(run: Run, output: Path, attention: str) -> list[dict[str, float]]:
+    """Train by speculators; what its trainer logged: a record a step, and one a validation."""
+    extra = ["--draft-attn-impl", attention]
+    untrained = run.work / "untrained"
+    if not untrained.exists():
+        headframe(*train_arguments(run, output, untrained), *extra, "--dry-run")
+    log = run.work / "train.log"
+    if run.device.type == "cuda":
+        found = headframe(*train_arguments(run, output, run.work / "drafter"), *extra, expect=None, to=log)
+        if found.returncode:
+            sys.exit(f"training failed; the end of {log}:\n{log.read_text()[-6000:]}")
+    lines = log.read_text().splitlines() if log.exists() else []
+    logged = [line for line in lines if "train/loss=" in line or "val/loss_epoch=" in line]
+    return [{name: float(value) for name, value in re.findall(r"([\w/]+)=([-+.\w]+)", line)} for line in logged]
+
+
+@torch.inference_mode()
+def acceptance(run: Run, checkpoint: Path, unseen: Sequence[Sample], greedy: Sequence[Sample]) -> dict[str, float]:
+    """Of one checkpoint: `text` and `greedy` (see the module).
+
+    `greedy_agreement` is how often the stored last state, normed and put through the head, chose the token that the verifier
+    generated: 1 but for rounding, or states and tokens do not belong together.
+    """
+    config = SpeculatorModel.registry["dflash"].config_class.from_pretrained(checkpoint)
+    config.transformer_layer_config._attn_implementation = "sdpa"  # noqa: SLF001  (not in the checkpoint; see speculators' own loading)
+    model = SpeculatorModel.registry["dflash"].from_pretrained(checkpoint, config=config).to(run.device).eval()
+    accepted = torch.zeros(2, dtype=torch.float64)
+    for sample in unseen:
+        drafted, wanted, mask = drafts(model, sample, torch.ones_like(sample.loss_mask), run.device)
+        found = compute_accepted_length_counts((drafted == wanted)[:, 1:], mask[:, 1:].bool())
+        accepted += torch.stack(found).double().cpu()
+    tokens = steps = 0
+    agreed = []
+    for sample in greedy:
+        first = int(sample.loss_mask.argmax())
+        places = torch.zeros_like(sample.loss_mask)
+        places[first:] = 1
+        drafted, wanted, _ = drafts(model, sample, places, run.device)
+        own = sample.token_ids
+        agreed.append((wanted[:, 1].cpu() == own[first + 1 : first + 1 + len(wanted)]).float().mean())
+        place = first
+        while place - first < len(drafted):
+            following = own[place + 1 : place + model.block_size]
+            run_length = int((drafted[place - first, 1:].cpu() == following).int().cumprod(0).sum())
+            place, tokens, steps = place + run_length + 1, tokens + run_length + 1, steps + 1
+    return {
+        "text": float(accepted[0] / accepted[1]),
+        "greedy": tokens / steps,
+        "greedy_agreement": float(torch.stack(agreed).mean()),
+    }
+
+
+def drafts(
+    model: Any, sample: Sample, places: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From each of A places [T] but the last ones a block: (drafted tokens, the verifier's own, mask), each [A, block]."""
+    assert sample.last is not None
+    length = len(sample.token_ids)
+    loss_mask = places.unsqueeze(0).to(device)
+    count = int(places[: length - model.block_size].sum())
+    with torch.autocast(device.type, torch.bfloat16):
+        _, logits, targets, mask, _ = model._backbone_forward(  # noqa: SLF001  (of 0.9.0: the forward but for its loss)
+            sample.hidden_states.flatten(1).unsqueeze(0).to(device),
+            sample.token_ids.unsqueeze(0).to(device),
+            loss_mask,
+            sample.last.unsqueeze(0).to(device),
+            torch.zeros_like(loss_mask),
+            max_anchors=count,
+        )
+    shape = (count, model.block_size)
+    return logits.argmax(-1).view(shape), targets.argmax(-1).view(shape), mask.view(shape)
+
+
+def headframe(*arguments: Any, expect: int | None = 0, to: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `headframe` and insist on its exit code, None: any; with `to`, its output goes there."""
+    return command([*HEADFRAME, *arguments], expect=expect, to=to)
+
+
+def command(
+    words: Sequence[Any], *, expect: int | None = 0, to: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    line = [str(word) for word in words]
+    environment = {key: value for key, value in os.environ.items() if key != "TORCHDYNAMO_DISABLE"}
+    environment |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "20000", "TOKENIZERS_PARALLELISM": "false"}
+    if to is not None:
+        with to.open("w") as file:
+            found = subprocess.run(line, env=environment, text=True, stdout=file, stderr=subprocess.STDOUT, check=False)
+    else:
+        found = subprocess.run(line, env=environment, text=True, capture_output=True, check=False)
+    if expect is not None and found.returncode != expect:
+        sys.exit(
+            f"{' '.join(line)}\nended with {found.returncode}, not {expect}:\n{found.stdout[-3000:]}{found.stderr[-6000:]}"
+        )
+    return found
+
+
+def mask_token(run: Run) -> int:
+    return int(PreTrainedTokenizerFast.from_pretrained(run.verifier).convert_tokens_to_ids(SPECIAL[1]))
+
+
+def _spread(texts: list[str], count: int) -> list[str]:
+    """`count` texts from all over the list."""
+    assert len(texts) >= count, f"{len(texts)} texts, not {count}: a larger corpus is needed"
+    return [texts[index * len(texts) // count] for index in range(count)]
+
+
+def measure(run: Run, attention: str) -> dict[str, Any]:
+    """All steps in their order."""
+    run.work.mkdir(parents=True, exist_ok=True)
+    with run.timed("verifier"):
+        verifier = make_verifier(run)
+    print(f"   {verifier}", flush=True)
+    with run.timed("extract"):
+        headframe("run", run.job("text", {"source": str(run.work / "text.jsonl")}), "--quiet")
+    with run.timed("verify --with-head"):
+        right = json.loads(headframe("verify", run.output("text"), "--with-head", "--json").stdout)["head"]
+    print(f"   {right}", flush=True)
+    with run.timed("mistakes"):
+        told = caught_mistakes(run)
+        told["layer ids one too low"] = wrong_numbering(run, run.output("text"))
+    for what, said in told.items():
+        print(f"   {what}: {said}", flush=True)
+    dataset = StatesDataset(run.output("text"))
+    first_unseen = int(len(dataset) * 0.9)
+    unseen = [dataset[index] for index in range(first_unseen, min(len(dataset), first_unseen + run.size.prompts))]
+    with run.timed("greedy continuations"):
+        make_continuations(run, unseen)
+        headframe("run", run.job("greedy", {"source": str(run.work / "greedy.jsonl"), "format": "tokens"}), "--quiet")
+    greedy_dataset = StatesDataset(run.output("greedy"))
+    greedy = [greedy_dataset[index] for index in range(len(greedy_dataset))]
+    with run.timed("training"):
+        records = train(run, run.output("text"), attention)
+    steps_logged = [record for record in records if "global_step" in record]
+    curve = {int(record["global_step"]): record["train/loss"] for record in steps_logged}
+    validation = {int(record["epoch"]): record for record in records if "val/loss_epoch" in record}
+    with run.timed("acceptance"):
+        steps = len(curve) // run.size.epochs
+        checkpoints = [(0, run.work / "untrained")]
+        checkpoints += [((epoch + 1) * steps, run.work / "drafter" / str(epoch)) for epoch in sorted(validation)]
+        accepted = {step: acceptance(run, path, unseen, greedy) for step, path in checkpoints}
+    return {
+        "device": torch.cuda.get_device_name() if run.device.type == "cuda" else platform.processor(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "verifier": verifier,
+        "states": {"layers": dataset.manifest.states.layers, "tokens": dataset.manifest.tokens},
+        "with_head": right,
+        "mistakes": told,
+        "loss": curve,
+        "validation": validation,
+        "tokens_per_second": [record["profile/tokens_per_s"] for record in steps_logged],
+        "acceptance": accepted,
+        "seconds": run.seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--draft-attention", default="simple_flex_attention", help="of speculators")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run = Run(options.work, SIZES["tiny" if options.tiny else "h200"], device)
+    result = measure(run, options.draft_attention)
+    print("step  loss   tokens a verifier step: text, greedy")
+    for step, found in result["acceptance"].items():
+        loss = result["loss"].get(step - 1)
+        print(f"{step:4}  {'' if loss is None else f'{loss:5.2f}':5}  {found['text']:.2f} {found['greedy']:.2f}")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
