@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ class Size:
 
 
 SIZES = {
-    "h200": Size(VerifierSize(8192, 512, 12, 512, 64, 80.0), 150_000_000, 2400, 1500, 512, 64, 64, 192, 6, 2, 8, 1024, 8192),
+    "h200": Size(VerifierSize(8192, 512, 12, 512, 64, 70.0), 120_000_000, 2400, 1500, 512, 64, 64, 192, 6, 2, 8, 1024, 8192),
     "tiny": Size(VerifierSize(600, 64, 8, 64, 8, 20.0), 3_000_000, 80, 200, 128, 3, 16, 24, 2, 1, 4, 64, 512),
 }  # fmt: skip
 
@@ -143,15 +144,17 @@ def make_continuations(run: Run, unseen: Sequence[Sample]) -> None:
 
 def caught_mistakes(run: Run) -> dict[str, str]:
     """What `headframe verify --with-head` says of datasets with each mistake; a model that has learned little shows none."""
-    told: dict[str, str] = {}
-    for mistake, what in MISTAKES.items():
+
+    def told(mistake: str) -> str:
         job = run.job(mistake, {"source": str(run.work / "text.jsonl"), "limit": min(60, run.size.samples)})
         headframe("prepare", job)
         command([sys.executable, HERE / "mistaken_extract.py", mistake, job, "--shard", 0, "--port", 0])
         headframe("finalize", job)
         found = headframe("verify", run.output(mistake), "--with-head", expect=None)
-        told[what] = found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
-    return told
+        return found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(MISTAKES.values(), threads.map(told, MISTAKES), strict=True))
 
 
 def wrong_numbering(run: Run, output: Path) -> str:
