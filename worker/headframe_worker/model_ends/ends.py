@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from headframe_api.errors import ConfigError
 from headframe_api.plan import ModelIdentity
@@ -26,24 +27,48 @@ _OLD_HEADS = ("lm_head", "embed_out")
 """Spellings of older checkpoints, which Transformers renames as it loads them."""
 
 
-@dataclass(frozen=True)
 class Head:
-    """The language head: logits are the normed state times `weight` transposed, plus `bias`, scaled and capped."""
+    """The language head, by the forward of the model's own class: whatever it scales, caps or adds is done (Gemma, Granite, Cohere, ...)."""
 
-    weight: Tensor
-    """[V, H]"""
-    bias: Tensor | None
-    """[V]"""
-    scale: float
-    """Granite and Cohere multiply their logits by a constant."""
-    cap: float | None
-    """Gemma 2 squeezes its logits into -cap to cap by tanh."""
+    def __init__(self, model: PreTrainedModel, identity: ModelIdentity) -> None:
+        self._model = model.eval()
+        self._vocabulary = int(model.config.vocab_size)
+        self._source = identity.source
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]"""
+        return self._model.get_output_embeddings().get_parameter("weight")
 
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
-        """[T, V] float32 of normed states [T, H]."""
-        logits = nn.functional.linear(normed, self.weight, self.bias).float() * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+        """[T, V] float32 of normed states [T, H]. Raises ConfigError where the class gives something else."""
+        answer = _StackAnswer(last_hidden_state=normed.unsqueeze(0))
+        stacks = [module for module in _stacks(self._model) if module is not self._model]
+        for stack in stacks:
+            stack.forward = lambda *_args, **_options: answer  # type: ignore[assignment]
+        tokens = torch.zeros((1, len(normed)), dtype=torch.long)
+        found = self._model(input_ids=tokens, use_cache=False).logits
+        if found.shape != (1, len(normed), self._vocabulary):
+            raise ConfigError(
+                f"{self._source}: {type(self._model).__name__} gives logits of shape {tuple(found.shape)}, not one row of "
+                f"{self._vocabulary} a token",
+                reason="UnsupportedModel",
+            )
+        return cast("Tensor", found[0].float())
+
+
+class _StackAnswer(BaseModelOutputWithPast):
+    """What a decoder stack returns; what a class wants beside the states (router logits, caches) is None."""
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+
+def _stacks(model: PreTrainedModel) -> list[PreTrainedModel]:
+    from transformers import PreTrainedModel  # noqa: PLC0415
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 @dataclass(frozen=True)
@@ -70,7 +95,8 @@ def load_ends(identity: ModelIdentity, access: ModelAccess, *, head: bool) -> Mo
     dtype = cast("torch.dtype", getattr(torch, identity.dtype))
     with Checkpoint(identity, access) as checkpoint:
         config = checkpoint.files.config().get_text_config(decoder=True)
-        bare, names = _built(checkpoint, config, head=head)
+        causal = _with_head(checkpoint, config, identity) if head else None
+        bare, names = _built(checkpoint, config, causal)
         norm = copy.deepcopy(bare).to_empty(device="cpu")
         if checkpoint.files.gguf_file is not None:
             weights, matrix, bias = _gguf_ends(checkpoint, identity, head=head)
@@ -85,10 +111,13 @@ def load_ends(identity: ModelIdentity, access: ModelAccess, *, head: bool) -> Mo
     if missing:
         raise _unknown(identity, f"lacks {', '.join(missing)} of its final norm")
     whole = None
-    if matrix is not None:
-        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        cap = getattr(config, "final_logit_softcapping", None)
-        whole = Head(matrix.to(dtype), None if bias is None else bias.to(dtype), scale, cap)
+    if causal is not None and matrix is not None:
+        own = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
+        own.weight = nn.Parameter(matrix.to(dtype), requires_grad=False)
+        if bias is not None:
+            own.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        causal.set_submodule(names.head, own)
+        whole = Head(causal, identity)
     return ModelEnds(norm.to(dtype).requires_grad_(False).eval(), whole, dtype)
 
 
@@ -103,7 +132,7 @@ class _Names:
     """In the model with its head."""
 
 
-def _built(checkpoint: Checkpoint, config: Any, *, head: bool) -> tuple[nn.Module, _Names]:
+def _built(checkpoint: Checkpoint, config: Any, causal: PreTrainedModel | None) -> tuple[nn.Module, _Names]:
     """(the final norm on the meta device, the names to look for in the checkpoint)."""
     model = cast("PreTrainedModel", build_on_meta(config, checkpoint.files))
     found = find_final_norm(model, config.num_hidden_layers, config.hidden_size)
@@ -111,18 +140,21 @@ def _built(checkpoint: Checkpoint, config: Any, *, head: bool) -> tuple[nn.Modul
         found.layers_name,
         found.name,
         _name_of(model, model.get_input_embeddings()),
-        _head_name(checkpoint, config) if head else "",
+        "" if causal is None else _name_of(causal, causal.get_output_embeddings()),
     )
     return found.norm, names
 
 
-def _head_name(checkpoint: Checkpoint, config: Any) -> str:
+def _with_head(checkpoint: Checkpoint, config: Any, identity: ModelIdentity) -> PreTrainedModel:
+    """The model with its head, without weights."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds to import)
 
     with torch.device("meta"):
         build: Any = AutoModelForCausalLM.from_config
-        model = build(config, trust_remote_code=checkpoint.files.trust_remote_code)
-    return _name_of(model, model.get_output_embeddings())
+        model = cast("PreTrainedModel", build(config, trust_remote_code=checkpoint.files.trust_remote_code))
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(f"{identity.source}: {type(model).__name__} has no single language head", reason="UnsupportedModel")
+    return model
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
