@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from headframe_api.errors import DataError
 from headframe_api.names import JOB_KEY
-from headframe_worker.cli.console import Json, Quiet, err, out
+from headframe_worker.cli.console import Json, Quiet, err, out, print_note
 from headframe_worker.cli.export import Model, RemoteCode
 from headframe_worker.cli.output_argument import Output, Scratch, open_output
 from headframe_worker.size import human_bytes
@@ -104,6 +104,8 @@ def command(
                 f"{head.tokens:,} last states predict their next tokens: {head.loss:.2f} nats a token "
                 f"({head.frequency_loss:.2f} by their frequencies), {head.correct:.0%} exactly, temperature {head.temperature:g}"
             )
+            for note in head.notes:
+                print_note(note)
         if checked:
             worst = max(checked.worst.values(), default=0.0)
             out.print(

@@ -31,14 +31,14 @@ class Head:
     """The language head, by the forward of the model's own class: whatever it scales, caps or adds is done (Gemma, Granite, Cohere, ...)."""
 
     def __init__(self, model: PreTrainedModel, identity: ModelIdentity) -> None:
-        self._model = model.eval()
+        self._model = model
         self._vocabulary = int(model.config.vocab_size)
         self._source = identity.source
 
     @property
     def weight(self) -> Tensor:
         """[V, H]"""
-        return self._model.get_output_embeddings().get_parameter("weight")
+        return _head_of(self._model).get_parameter("weight")
 
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Head:
         answer = _StackAnswer(last_hidden_state=normed.unsqueeze(0))
         stacks = [module for module in _stacks(self._model) if module is not self._model]
         for stack in stacks:
-            stack.forward = lambda *_args, **_options: answer  # type: ignore[assignment]
+            stack.forward = lambda *_args, **_options: answer
         tokens = torch.zeros((1, len(normed)), dtype=torch.long)
         found = self._model(input_ids=tokens, use_cache=False).logits
         if found.shape != (1, len(normed), self._vocabulary):
@@ -112,11 +112,11 @@ def load_ends(identity: ModelIdentity, access: ModelAccess, *, head: bool) -> Mo
         raise _unknown(identity, f"lacks {', '.join(missing)} of its final norm")
     whole = None
     if causal is not None and matrix is not None:
-        own = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
-        own.weight = nn.Parameter(matrix.to(dtype), requires_grad=False)
+        linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(matrix.to(dtype), requires_grad=False)
         if bias is not None:
-            own.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
-        causal.set_submodule(names.head, own)
+            linear.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        causal.set_submodule(names.head, linear)
         whole = Head(causal, identity)
     return ModelEnds(norm.to(dtype).requires_grad_(False).eval(), whole, dtype)
 
@@ -140,7 +140,7 @@ def _built(checkpoint: Checkpoint, config: Any, causal: PreTrainedModel | None) 
         found.layers_name,
         found.name,
         _name_of(model, model.get_input_embeddings()),
-        "" if causal is None else _name_of(causal, causal.get_output_embeddings()),
+        "" if causal is None else _name_of(causal, _head_of(causal)),
     )
     return found.norm, names
 
@@ -152,9 +152,16 @@ def _with_head(checkpoint: Checkpoint, config: Any, identity: ModelIdentity) -> 
     with torch.device("meta"):
         build: Any = AutoModelForCausalLM.from_config
         model = cast("PreTrainedModel", build(config, trust_remote_code=checkpoint.files.trust_remote_code))
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(f"{identity.source}: {type(model).__name__} has no single language head", reason="UnsupportedModel")
+    if not isinstance(_head_of(model), nn.Linear):
+        raise ConfigError(
+            f"{identity.source}: {type(model).__name__} has no single language head", reason="UnsupportedModel"
+        )
+    model.train(False)
     return model
+
+
+def _head_of(model: Any) -> nn.Module:
+    return cast("nn.Module", model.get_output_embeddings())
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
