@@ -128,7 +128,7 @@ def test_a_mistaken_convention_is_told(
 ) -> None:
     with torch.inference_mode():
         output = write_smollm2(
-            tmp_path, samples=6, max_length=64, last_from=last_from, last=options.get("last", "preNorm")
+            tmp_path, samples=10, max_length=48, last_from=last_from, last=options.get("last", "preNorm")
         )
     [fault] = checked(output.directory).faults
     assert message in fault.problem
@@ -136,7 +136,7 @@ def test_a_mistaken_convention_is_told(
 
 def test_a_wrong_gain_is_told(tmp_path: Path) -> None:
     """The plan says 1 + w of a GGUF whose norm is w: the norm that is loaded is then another."""
-    dataset = StatesDataset(write_smollm2(tmp_path, samples=6, max_length=64).directory)
+    dataset = StatesDataset(write_smollm2(tmp_path, samples=10, max_length=48).directory)
     ends = load_ends(dataset.manifest.model, ModelAccess(), head=True)
     ends.norm.get_parameter("weight").data += 1
     faults = head_check(dataset, ends).faults
