@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # of this process, which measures; training, a process of its own, compiles
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes longer than all of this run
 
 import speculators.models.dflash  # noqa: F401  (registers the model)
 import torch
@@ -65,7 +65,7 @@ class Size:
 
 
 SIZES = {
-    "h200": Size(VerifierSize(8192, 512, 12, 512, 64, 70.0), 120_000_000, 2400, 1500, 512, 64, 64, 192, 6, 2, 8, 1024, 8192),
+    "h200": Size(VerifierSize(8192, 512, 12, 512, 64, 40.0), 25_000_000, 1200, 1500, 512, 48, 64, 192, 4, 2, 8, 512, 8192),
     "tiny": Size(VerifierSize(600, 64, 8, 64, 8, 20.0), 3_000_000, 80, 200, 128, 3, 16, 24, 2, 1, 4, 64, 512),
 }  # fmt: skip
 
@@ -142,19 +142,14 @@ def make_continuations(run: Run, unseen: Sequence[Sample]) -> None:
     path.write_text("\n".join(json.dumps({"input_ids": row, "loss_mask": mask}) for row in found.tolist()))
 
 
-def caught_mistakes(run: Run) -> dict[str, str]:
-    """What `headframe verify --with-head` says of datasets with each mistake; a model that has learned little shows none."""
-
-    def told(mistake: str) -> str:
-        job = run.job(mistake, {"source": str(run.work / "text.jsonl"), "limit": min(60, run.size.samples)})
-        headframe("prepare", job)
-        command([sys.executable, HERE / "mistaken_extract.py", mistake, job, "--shard", 0, "--port", 0])
-        headframe("finalize", job)
-        found = headframe("verify", run.output(mistake), "--with-head", expect=None)
-        return found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
-
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(MISTAKES.values(), threads.map(told, MISTAKES), strict=True))
+def said_of_mistake(run: Run, mistake: str) -> str:
+    """What `headframe verify --with-head` says of a dataset with the mistake; a model that has learned little shows none."""
+    job = run.job(mistake, {"source": str(run.work / "text.jsonl"), "limit": min(60, run.size.samples)})
+    headframe("prepare", job)
+    command([sys.executable, HERE / "mistaken_extract.py", mistake, job, "--shard", 0, "--port", 0])
+    headframe("finalize", job)
+    found = headframe("verify", run.output(mistake), "--with-head", expect=None)
+    return found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
 
 
 def wrong_numbering(run: Run, output: Path) -> str:
@@ -168,27 +163,26 @@ def train_arguments(run: Run, output: Path, save: Path) -> list[Any]:
     """Of `headframe train-with`; what it leaves out is filled in from the dataset, or is speculators' default."""
     size = run.size
     return [
-        "train-with", "speculators", output, "--work", run.work / "training", "--",
+        "train-with", "speculators", output, "--work", run.work / f"training-{save.name}", "--",
         "--speculator-type", "dflash", "--num-layers", size.draft_layers, "--block-size", size.block,
         "--max-anchors", size.anchors, "--total-seq-len", size.tokens_a_step, "--epochs", size.epochs,
         "--mask-token-id", mask_token(run), "--num-workers", min(8, os.cpu_count() or 1), "--save-path", save,
     ]  # fmt: skip
 
 
-def train(run: Run, output: Path, attention: str) -> list[dict[str, float]]:
-    """Train by speculators; what its trainer logged: a record a step, and one a validation."""
-    extra = ["--draft-attn-impl", attention]
-    untrained = run.work / "untrained"
-    if not untrained.exists():
-        headframe(*train_arguments(run, output, untrained), *extra, "--dry-run")
+def train(run: Run, output: Path, seconds: float) -> None:
+    """Train by speculators for at most so long; its log goes to train.log, its checkpoints to `drafter`."""
+    if run.device.type == "cuda" and not (run.work / "drafter").exists():
+        arguments = [*train_arguments(run, output, run.work / "drafter"), "--draft-attn-impl", "sdpa"]
+        headframe(*arguments, expect=None, to=run.work / "train.log", seconds=seconds)
+
+
+def logged(run: Run) -> list[dict[str, float]]:
+    """What speculators' trainer logged: a record a step, and one a validation."""
     log = run.work / "train.log"
-    if run.device.type == "cuda":
-        found = headframe(*train_arguments(run, output, run.work / "drafter"), *extra, expect=None, to=log)
-        if found.returncode:
-            sys.exit(f"training failed; the end of {log}:\n{log.read_text()[-6000:]}")
     lines = log.read_text().splitlines() if log.exists() else []
-    logged = [line for line in lines if "train/loss=" in line or "val/loss_epoch=" in line]
-    return [{name: float(value) for name, value in re.findall(r"([\w/]+)=([-+.\w]+)", line)} for line in logged]
+    records = [line for line in lines if "train/loss=" in line or "val/loss_epoch=" in line]
+    return [{name: float(value) for name, value in re.findall(r"([\w/]+)=([-+.\w]+)", line)} for line in records]
 
 
 @torch.inference_mode()
@@ -248,25 +242,26 @@ def drafts(
     return logits.argmax(-1).view(shape), targets.argmax(-1).view(shape), mask.view(shape)
 
 
-def headframe(*arguments: Any, expect: int | None = 0, to: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `headframe` and insist on its exit code, None: any; with `to`, its output goes there."""
-    return command([*HEADFRAME, *arguments], expect=expect, to=to)
+def headframe(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `headframe`; the options are those of `command`."""
+    return command([*HEADFRAME, *arguments], **options)
 
 
 def command(
-    words: Sequence[Any], *, expect: int | None = 0, to: Path | None = None
+    words: Sequence[Any], *, expect: int | None = 0, to: Path | None = None, seconds: float | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """Run it and insist on its exit code, None: any. With `to` its output goes there; `seconds` is the most it may take."""
     line = [str(word) for word in words]
-    environment = {key: value for key, value in os.environ.items() if key != "TORCHDYNAMO_DISABLE"}
-    environment |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "20000", "TOKENIZERS_PARALLELISM": "false"}
-    if to is not None:
-        with to.open("w") as file:
-            found = subprocess.run(line, env=environment, text=True, stdout=file, stderr=subprocess.STDOUT, check=False)
-    else:
-        found = subprocess.run(line, env=environment, text=True, capture_output=True, check=False)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "20000", "TOKENIZERS_PARALLELISM": "false"}
+    with (to or Path(os.devnull)).open("w") as file:
+        streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT} if to else {"capture_output": True}
+        try:
+            found = subprocess.run(line, env=environment, text=True, check=False, timeout=seconds, **streams)
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(line, 124, "", "")
     if expect is not None and found.returncode != expect:
-        sys.exit(
-            f"{' '.join(line)}\nended with {found.returncode}, not {expect}:\n{found.stdout[-3000:]}{found.stderr[-6000:]}"
+        raise RuntimeError(
+            f"{' '.join(line)}\nended with {found.returncode}, not {expect}:\n{found.stdout[-2000:]}{found.stderr[-4000:]}"
         )
     return found
 
@@ -281,53 +276,72 @@ def _spread(texts: list[str], count: int) -> list[str]:
     return [texts[index * len(texts) // count] for index in range(count)]
 
 
-def measure(run: Run, attention: str) -> dict[str, Any]:
-    """All steps in their order."""
+def measure(run: Run, out: Path | None, train_seconds: float) -> None:
+    """All steps in their order; what is known is printed, and written to `out`, at once."""
     run.work.mkdir(parents=True, exist_ok=True)
-    with run.timed("verifier"):
-        verifier = make_verifier(run)
-    print(f"   {verifier}", flush=True)
-    with run.timed("extract"):
-        headframe("run", run.job("text", {"source": str(run.work / "text.jsonl")}), "--quiet")
-    with run.timed("verify --with-head"):
-        right = json.loads(headframe("verify", run.output("text"), "--with-head", "--json").stdout)["head"]
-    print(f"   {right}", flush=True)
-    with run.timed("mistakes"):
-        told = caught_mistakes(run)
-        told["layer ids one too low"] = wrong_numbering(run, run.output("text"))
-    for what, said in told.items():
-        print(f"   {what}: {said}", flush=True)
-    dataset = StatesDataset(run.output("text"))
-    first_unseen = int(len(dataset) * 0.9)
-    unseen = [dataset[index] for index in range(first_unseen, min(len(dataset), first_unseen + run.size.prompts))]
-    with run.timed("greedy continuations"):
-        make_continuations(run, unseen)
-        headframe("run", run.job("greedy", {"source": str(run.work / "greedy.jsonl"), "format": "tokens"}), "--quiet")
-    greedy_dataset = StatesDataset(run.output("greedy"))
-    greedy = [greedy_dataset[index] for index in range(len(greedy_dataset))]
-    with run.timed("training"):
-        records = train(run, run.output("text"), attention)
-    steps_logged = [record for record in records if "global_step" in record]
-    curve = {int(record["global_step"]): record["train/loss"] for record in steps_logged}
-    validation = {int(record["epoch"]): record for record in records if "val/loss_epoch" in record}
-    with run.timed("acceptance"):
-        steps = len(curve) // run.size.epochs
-        checkpoints = [(0, run.work / "untrained")]
-        checkpoints += [((epoch + 1) * steps, run.work / "drafter" / str(epoch)) for epoch in sorted(validation)]
-        accepted = {step: acceptance(run, path, unseen, greedy) for step, path in checkpoints}
-    return {
+    result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if run.device.type == "cuda" else platform.processor(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "verifier": verifier,
-        "states": {"layers": dataset.manifest.states.layers, "tokens": dataset.manifest.tokens},
-        "with_head": right,
-        "mistakes": told,
-        "loss": curve,
-        "validation": validation,
-        "tokens_per_second": [record["profile/tokens_per_s"] for record in steps_logged],
-        "acceptance": accepted,
         "seconds": run.seconds,
     }
+
+    def know(name: str, value: Any) -> None:
+        print(f"{name}: {value}", flush=True)
+        result[name] = value
+        if out:
+            out.write_text(json.dumps(result, indent=1))
+
+    with run.timed("verifier"):
+        know("verifier", make_verifier(run))
+    with run.timed("extract"):
+        headframe("run", run.job("text", {"source": str(run.work / "text.jsonl")}), "--quiet")
+    dataset = StatesDataset(run.output("text"))
+    know("states", {"layers": dataset.manifest.states.layers, "tokens": dataset.manifest.tokens})
+    first_unseen = int(len(dataset) * 0.9)
+    unseen = [dataset[index] for index in range(first_unseen, min(len(dataset), first_unseen + run.size.prompts))]
+
+    # From here on nothing waits for another: the checks take minutes one after the other, mostly of starting Python.
+    def checks(threads: ThreadPoolExecutor) -> None:
+        text = run.output("text")
+        said = {what: threads.submit(said_of_mistake, run, mistake) for mistake, what in MISTAKES.items()}
+        said["layer ids one too low"] = threads.submit(wrong_numbering, run, text)
+        right = threads.submit(headframe, "verify", text, "--with-head", "--json")
+        untrained = threads.submit(
+            headframe, *train_arguments(run, text, run.work / "untrained"), "--draft-attn-impl", "sdpa", "--dry-run"
+        )
+        make_continuations(run, unseen)
+        headframe("run", run.job("greedy", {"source": str(run.work / "greedy.jsonl"), "format": "tokens"}), "--quiet")
+        know("with_head", json.loads(right.result().stdout)["head"])
+        know("mistakes", {what: str(found.exception() or found.result()) for what, found in said.items()})
+        untrained.result()
+
+    with ThreadPoolExecutor() as threads:
+        training = threads.submit(train, run, run.output("text"), train_seconds)
+        with run.timed("checks, beside training"):
+            try:
+                checks(threads)
+            except RuntimeError as error:  # training is worth its minutes all the same
+                know("checks failed", str(error))
+        with run.timed("training, after that"):
+            training.result()
+    records = logged(run)
+    steps = [record for record in records if "global_step" in record]
+    know("loss", {int(record["global_step"]): record["train/loss"] for record in steps})
+    know("tokens_per_second", [record["profile/tokens_per_s"] for record in steps])
+    validation = {int(record["epoch"]): record for record in records if "val/loss_epoch" in record}
+    know("validation", validation)
+    if not steps and (run.work / "train.log").exists():
+        print((run.work / "train.log").read_text()[-6000:])
+    last_step = {int(record["epoch"]): int(record["global_step"]) + 1 for record in steps}
+    found = {0: run.work / "untrained"} | {last_step[epoch]: run.work / "drafter" / str(epoch) for epoch in validation}
+    checkpoints = {step: path for step, path in found.items() if path.exists()}
+    greedy_dataset = StatesDataset(run.output("greedy"))
+    greedy = [greedy_dataset[index] for index in range(len(greedy_dataset))]
+    accepted: dict[int, dict[str, float]] = {}
+    with run.timed("acceptance"):
+        for step in sorted(checkpoints, key=lambda each: (0 < each < max(checkpoints), each)):
+            accepted[step] = acceptance(run, checkpoints[step], unseen, greedy)
+            know("acceptance", accepted)
 
 
 def main() -> None:
@@ -335,17 +349,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--draft-attention", default="simple_flex_attention", help="of speculators")
+    parser.add_argument("--train-seconds", type=float, default=600.0, help="the most that training may take")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = Run(options.work, SIZES["tiny" if options.tiny else "h200"], device)
-    result = measure(run, options.draft_attention)
-    print("step  loss   tokens a verifier step: text, greedy")
-    for step, found in result["acceptance"].items():
-        loss = result["loss"].get(step - 1)
-        print(f"{step:4}  {'' if loss is None else f'{loss:5.2f}':5}  {found['text']:.2f} {found['greedy']:.2f}")
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1))
+    measure(Run(options.work, SIZES["tiny" if options.tiny else "h200"], device), options.out, options.train_seconds)
 
 
 if __name__ == "__main__":

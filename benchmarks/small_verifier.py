@@ -10,17 +10,19 @@ import hashlib
 import sysconfig
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<|end|>", "<|mask|>")
 _HELD_OUT_OF = 20
-_LONGEST_FILE_BYTES = 200_000
-_TOKENIZER_BYTES = 30_000_000
+_SHORTEST_FILE, _LONGEST_FILE = 400, 200_000
+_TOKENIZER_BYTES = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,28 @@ class VerifierSize:
 
 def python_sources(limit_bytes: int) -> Corpus:
     """Texts of Python files of this installation, in an order that only their paths decide, up to about so many bytes."""
-    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-    paths = {path for root in roots for path in root.rglob("*.py") if path.stat().st_size <= _LONGEST_FILE_BYTES}
+    roots = {Path(sysconfig.get_path("stdlib")), *(Path(package.__path__[0]) for package in (torch, transformers))}
+    paths = {str(path) for root in roots for path in root.rglob("*.py")}
+    ordered = sorted((hashlib.sha256(path.encode()).digest(), path) for path in paths)
     found = Corpus([], [])
     taken = 0
-    for digest, path in sorted((hashlib.sha256(str(path).encode()).digest(), path) for path in paths):
-        if taken > limit_bytes:
-            break
-        try:
-            text = path.read_text("utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        if len(text) > 400:
-            (found.held_out if digest[-1] % _HELD_OUT_OF == 0 else found.training).append(text)
-            taken += len(text)
+    with ThreadPoolExecutor(32) as threads:  # the files of a container's image may come from far
+        for batch in range(0, len(ordered), 1024):
+            chunk = ordered[batch : batch + 1024]
+            for (digest, _), text in zip(chunk, threads.map(_text, (path for _, path in chunk)), strict=True):
+                if _SHORTEST_FILE <= len(text) <= _LONGEST_FILE:
+                    (found.held_out if digest[-1] % _HELD_OUT_OF == 0 else found.training).append(text)
+                    taken += len(text)
+                if taken > limit_bytes:
+                    return found
     return found
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (UnicodeDecodeError, OSError):
+        return ""
 
 
 def pieces(texts: list[str], characters: int) -> Iterator[str]:

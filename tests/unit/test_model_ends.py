@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,7 @@ from headframe_worker.engine.structure import find_stack
 from headframe_worker.finalize.stage import finalize
 from headframe_worker.meter import Meter
 from headframe_worker.model_ends.checkpoint import ModelAccess
-from headframe_worker.model_ends.ends import load_ends
+from headframe_worker.model_ends.ends import ModelEnds, load_ends
 from headframe_worker.model_ends.head_check import HeadCheck, head_check
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.model_structure import describe_model
@@ -82,7 +85,7 @@ def test_a_sharded_checkpoint_of_a_larger_model_is_read_by_its_index(tmp_path: P
 
 
 def test_a_gguf_model_is_read_too() -> None:
-    ends = load_ends(identity(), ModelAccess(), head=True)
+    ends = smollm2_ends()
     assert torch.equal(ends.norm.get_parameter("weight"), smollm2().model.norm.weight)
     assert ends.head is not None
     assert torch.equal(ends.head.weight, smollm2().get_output_embeddings().weight)
@@ -95,9 +98,13 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         load_ends(described(tmp_path / "one"), ModelAccess(source=str(tmp_path / "two")), head=False)
 
 
+@cache
+def smollm2_ends() -> ModelEnds:
+    return load_ends(identity(), ModelAccess(), head=True)
+
+
 def checked(directory: Path) -> HeadCheck:
-    dataset = StatesDataset(directory)
-    return head_check(dataset, load_ends(dataset.manifest.model, ModelAccess(), head=True))
+    return head_check(StatesDataset(directory), smollm2_ends())
 
 
 def test_right_states_predict_the_text(tmp_path: Path) -> None:
@@ -137,9 +144,9 @@ def test_a_mistaken_convention_is_told(
 def test_a_wrong_gain_is_told(tmp_path: Path) -> None:
     """The plan says 1 + w of a GGUF whose norm is w: the norm that is loaded is then another."""
     dataset = StatesDataset(write_smollm2(tmp_path, samples=10, max_length=48).directory)
-    ends = load_ends(dataset.manifest.model, ModelAccess(), head=True)
-    ends.norm.get_parameter("weight").data += 1
-    faults = head_check(dataset, ends).faults
+    norm = copy.deepcopy(smollm2_ends().norm)
+    norm.get_parameter("weight").data += 1
+    faults = head_check(dataset, dataclasses.replace(smollm2_ends(), norm=norm)).faults
     assert faults
 
 
@@ -166,7 +173,8 @@ def test_a_model_that_knows_nothing_is_not_blamed_for_its_states(tmp_path: Path)
         refuse=False,
     )
     finalize(output.job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
-    [fault] = checked(output.directory).faults
+    ends = load_ends(identity_of_model, ModelAccess(), head=True)
+    [fault] = head_check(StatesDataset(output.directory), ends).faults
     assert "cannot read this text" in fault.problem
     assert "--deep" in fault.problem
 
