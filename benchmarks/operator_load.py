@@ -1,7 +1,7 @@
 """The operator under load, on a real control plane with pods that follow scripts.
 
-    .venv/bin/python benchmarks/operator.py jobs --jobs 500 --shards 8
-    .venv/bin/python benchmarks/operator.py shards --shards 20000 --workers 512
+    .venv/bin/python benchmarks/operator_load.py jobs --jobs 500 --shards 8
+    .venv/bin/python benchmarks/operator_load.py shards --shards 20000 --workers 512
 
 `jobs`: many ExtractionJobs; the operator is killed and started again while all of them are live. `shards`: one large
 ExtractionJob. Both measure how long a pod's finish takes to reach the status, what the operator asks of the API server (by
