@@ -12,6 +12,7 @@ Weights are random, made on the GPUs. All rows of a part come from one process, 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +36,7 @@ from transformers import AutoConfig, AutoModel
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from prepared_output import write_prepared
-from shapes import SHAPES, chat_lengths
+from shapes import SHAPES
 
 from headframe_api.manifests import ShardManifest
 from headframe_api.names import shard_manifest_key
@@ -177,10 +179,9 @@ def describe(work: Rig) -> dict[str, Any]:
 def measure_split(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
     """The hybrid on one device and spread over all of them: equal states, tokens/s."""
     shape = SHAPES["tiny" if options.tiny else "hybrid-27b"]
-    layers = options.layers or (4 if options.tiny else 32)
-    lengths = [min(length, 100) for length in chat_lengths(50_000, 0)] if options.tiny else chat_lengths(50_000, 0)
-    size, count = (500, 4) if options.tiny else (65_536, options.parts)
-    parts = token_parts(count, size, lengths, 1000)
+    layers = options.layers or (4 if options.tiny else 16)
+    size, length = (512, 32) if options.tiny else (65_536, 1024)
+    parts = token_parts(options.parts, size, [length], 1000)
 
     def measure(name: str, chosen: Sequence[torch.device]) -> tuple[dict[str, Any], list[np.ndarray]]:
         with rig(shape, layers, chosen, [1, layers // 2]) as work:
@@ -200,7 +201,7 @@ def measure_split(options: argparse.Namespace, devices: Sequence[torch.device]) 
 def measure_dense(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
     """70B over all devices; a copy of few layers against one device; matrix products alone."""
     shape = dict(SHAPES["tiny"], model_type="llama") if options.tiny else SHAPES["dense-70b"]
-    layers, few = (8, 4) if options.tiny else (options.layers or 80, 8)
+    layers, few = (8, 4) if options.tiny else (80, 4)
     length, samples = (16, 8) if options.tiny else (1024, 16)
 
     def parts(count: int) -> list[TokenPart]:
@@ -208,12 +209,14 @@ def measure_dense(options: argparse.Namespace, devices: Sequence[torch.device]) 
 
     def reduced(chosen: Sequence[torch.device]) -> list[np.ndarray]:
         with rig(shape, few, chosen, [1, few // 2]) as work:
+            say(f"dense, {few} layers on {len(chosen)}: {describe(work)}")
             return flow(work, parts(3), keep=3)[1]
 
     equal = all(np.array_equal(a, b) for a, b in zip(reduced(devices[:1]), reduced(devices), strict=True))
     say(f"dense, {few} layers: states equal: {equal}")
     result: dict[str, Any] = {"layers": layers, "reduced_layers": few, "reduced_equal": equal}
     with rig(shape, layers, devices, [1, layers // 4, layers // 2, 3 * layers // 4, layers - 4]) as work:
+        say(f"dense, {layers} layers are ready: {describe(work)}")
         flow(work, parts(3))
         rate, _ = flow(work, parts(options.batches))
         result |= {"tokens_per_second": rate, **describe(work)}
@@ -238,15 +241,9 @@ def measure_workers(options: argparse.Namespace, devices: Sequence[torch.device]
         checkpoint = Path(memory) / "model"
         save_checkpoint(shape, checkpoint, devices[0])
         say(f"workers: checkpoint in {time.perf_counter() - started:.1f} s")
-        for name, folder, workers in (
-            ("memory", memory, 2),
-            ("memory", memory, 1),
-            ("killed", memory, 2),
-            ("disk", disk, 2),
-            ("disk", disk, 1),
-        ):
-            if name in options.runs:
-                one = run_workers(options, checkpoint, Path(folder) / "output", devices, workers, kill=name == "killed")
+        for name, folder in (("memory", memory), ("disk", disk)):
+            for workers in (1, 2) if name in options.runs else ():
+                one = run_workers(options, checkpoint, Path(folder) / "output", devices, workers)
                 result[f"{name}-{workers}"] = one
                 say(f"workers, {name}, {workers}: {one}")
     for name in ("memory", "disk"):
@@ -274,15 +271,14 @@ def run_workers(
     output: Path,
     devices: Sequence[torch.device],
     workers: int,
-    *,
-    kill: bool,
 ) -> dict[str, Any]:
-    """Two shards a worker; the rate is the sum of each worker's own, from its first shard's start to its last one's end."""
-    shard_tokens = 2_000 if options.tiny else options.shard_tokens
-    samples, lengths = [], iter(chat_lengths(10**6, 0))
+    """The sum of each worker's own rate over two shards; of two workers the second is killed in its third shard."""
+    length, batch, parts = (32, 4, 8) if options.tiny else (1024, 16, options.shard_parts)
+    shards = 2 if workers == 1 else 3 * workers
     random = np.random.default_rng(0)
-    while sum(map(len, samples)) < shard_tokens * 2 * workers:
-        samples.append(random.integers(3, 1000, min(next(lengths), 200 if options.tiny else 4096)))
+    samples = [random.integers(3, 1000, length) for _ in range(2 * batch * parts * shards)]
+    hidden_size = int(SHAPES["tiny" if options.tiny else "hybrid-27b"]["hidden_size"])
+    token_bytes = 2 * hidden_size * 2  # two slots in bfloat16
     gpus = 0 if devices[0].type == "cpu" else 1
     job, plan, store = write_prepared(
         output,
@@ -290,17 +286,17 @@ def run_workers(
         samples,
         model={"gpus": gpus, "dtype": "bfloat16"},
         states={"layers": [1], "dtype": "bfloat16"},
-        shards=2 * workers,
-        part_target_bytes=(64 << 10) if options.tiny else (512 << 20),
+        shards=shards,
+        part_target_bytes=2 * batch * length * token_bytes,
     )
     places = [[str(index)] if gpus else [] for index in range(workers)]
     pool = WorkerPool(job, plan, places, scratch=output / "scratch", stop=threading.Event())
-    watch = Watch(pool, kill=kill)
+    watch = Watch(pool)
     begun = time.perf_counter()
     done = pool.run([shard.index for shard in plan.shards], watch)
     tokens = {shard.index: shard.tokens for shard in plan.shards}
     rates = [
-        sum(tokens[shard] for shard in watch.shards[index]) / (watch.last_end[index] - watch.begin[index])
+        sum(tokens[shard] for shard in watch.shards[index][:2]) / (watch.second_end[index] - watch.begin[index])
         for index in range(workers)
     ]
     manifests = [ShardManifest.model_validate_json(store.read(shard_manifest_key(i))) for i in tokens]
@@ -317,14 +313,15 @@ def run_workers(
             {name: round(seconds, 2) for name, seconds in worker.meter.seconds.items()} for worker in pool.workers
         ],
     }
-    if kill:
+    if workers > 1:
         lost = manifests[watch.lost_shard]
         again = {part for run in lost.runs for part in run.parts}
         result |= {
             "lost_shard": lost.shard,
             "its_parts": len(lost.parts),
             "kept_from_the_killed": len(lost.parts) - len(again),
-            "shards_of_the_other": watch.shards[0],
+            "killed_after_seconds": round(watch.killed_at - begun, 1),
+            "shards_of_each": watch.shards,
             "all_done": sorted(done.done) == sorted(tokens),
         }
     shutil.rmtree(output)
@@ -332,13 +329,13 @@ def run_workers(
 
 
 class Watch:
-    """Called by the pool several times a second: what each worker has done, what it uses; and kills the second one."""
+    """What each worker has done and what it uses, told several times a second; it kills the second one in its third shard."""
 
-    def __init__(self, pool: WorkerPool, *, kill: bool) -> None:
-        self._pool, self._kill = pool, kill
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         count = len(pool.workers)
         self.shards: list[list[int]] = [[] for _ in range(count)]
-        self.begin, self.last_end = [0.0] * count, [0.0] * count
+        self.begin, self.second_end, self.killed_at = [0.0] * count, [0.0] * count, 0.0
         self.resident_bytes, self.cpus_allowed = [0] * count, [0] * count
         self._ticks = [(0.0, 0.0)] * count
         self._first_ticks = [(0.0, 0.0)] * count
@@ -351,16 +348,17 @@ class Watch:
             before = self._at_work[index]
             if before is not None and before in self._pool.result.done and before not in self.shards[index]:
                 self.shards[index].append(before)
-                self.last_end[index] = now
+                self.second_end[index] = now if len(self.shards[index]) <= 2 else self.second_end[index]
             self._at_work[index] = worker.shard
             if worker.shard is not None and not self.begin[index]:
                 self.begin[index] = now
             if worker.process is not None and worker.process.pid and worker.shard is not None:
                 self._look(index, worker.process.pid, now)
-        if self._kill and len(self._pool.workers) > 1:
-            second = self._pool.workers[1]
-            if second.shard is not None and second.process is not None and second.meter.bytes_written > 0:
-                self.lost_shard, self._kill = second.shard, False
+        if len(self._pool.workers) > 1 and not self.killed_at and len(self.shards[1]) == 2:
+            second, meter = self._pool.workers[1], self._pool.workers[1].meter
+            is_half_done = meter.shard == second.shard and 2 * meter.shard_tokens > meter.shard_tokens_total
+            if second.shard is not None and second.process is not None and is_half_done:
+                self.lost_shard, self.killed_at = second.shard, now
                 os.kill(second.process.pid, signal.SIGKILL)
 
     def _look(self, index: int, pid: int, now: float) -> None:
@@ -415,16 +413,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measure", nargs="+", choices=PARTS)
     parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], help="may repeat, and may be cpu")
-    parser.add_argument("--layers", type=int, help="instead of 32 (split), 80 (dense), 16 (workers)")
-    parser.add_argument("--parts", type=int, default=8, help="parts of 65,536 tokens (split)")
+    parser.add_argument("--layers", type=int, help="of the hybrid, instead of 16")
+    parser.add_argument("--parts", type=int, default=6, help="parts of 65,536 tokens (split)")
     parser.add_argument("--batches", type=int, default=12, help="batches of 16,384 tokens (dense)")
-    parser.add_argument("--shard-tokens", type=int, default=250_000, help="two such shards a worker (workers)")
-    parser.add_argument("--runs", nargs="+", choices=("memory", "killed", "disk"), default=["memory", "killed", "disk"])
+    parser.add_argument("--shard-parts", type=int, default=8, help="parts of 32,768 tokens in a shard (workers)")
+    parser.add_argument("--runs", nargs="+", choices=("memory", "disk"), default=["memory", "disk"])
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="memory-backed folder")
     parser.add_argument("--disk", type=Path, help="folder on disk; a temporary one by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the benchmark itself")
     parser.add_argument("--out", type=Path, help="where the raw numbers go, as JSON")
     options = parser.parse_args()
+    faulthandler.register(signal.SIGTERM, chain=True)  # tells where it was when its time was up
     devices = [torch.device(name) for name in options.devices]
     result: dict[str, Any] = {
         "machine": {
@@ -437,10 +436,16 @@ def main() -> None:
     if devices[0].type == "cuda" and len(devices) > 1:
         result["link"] = link(devices)
         say(f"link: {result['link']}")
+    failed = False
     for name in options.measure:
-        result[name] = PARTS[name](options, devices)
+        try:
+            result[name] = PARTS[name](options, devices)
+        except Exception:  # noqa: BLE001  # the next part may still be measured
+            traceback.print_exc()
+            failed = True
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
