@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -144,39 +145,61 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
     return [float((f.float() - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+class Record(dict[str, Any]):
+    """The raw numbers by row. Each is written to the file as soon as it is known: a run that is cut off loses one row."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._started = path, time.perf_counter()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, **rows: object) -> None:
+        self |= rows
+        self._path.write_text(json.dumps(self, indent=1) + "\n")
+        print(f"[{time.perf_counter() - self._started:6.1f} s] {', '.join(rows)}", flush=True)
+
+
+def measure(options: argparse.Namespace, result: Record) -> None:
     """Every row of one shape, in the order that keeps the plain model plain as long as it is needed."""
-    started = time.perf_counter()
     stack = build(options.shape, options.layers, CUDA)
-    result: dict[str, object] = {"shape": options.shape, "layers": stack.config.num_hidden_layers}
-    result["build_seconds"] = time.perf_counter() - started
     vocabulary = stack.config.vocab_size
     loads = {name: batches for name, batches in workloads(vocabulary, options.batches).items() if name in options.loads}
-    result["padding"] = {name: padding(batches) for name, batches in loads.items()}
-    result["ceiling_tflops"] = ceiling(CUDA, torch.bfloat16) / 1e12
+    result.keep(
+        shape=options.shape,
+        layers=stack.config.num_hidden_layers,
+        padding={name: padding(batches) for name, batches in loads.items()},
+        ceiling_tflops=ceiling(CUDA, torch.bfloat16) / 1e12,
+    )
     ids = torch.randint(vocabulary, (2, 500), device=CUDA)
     with torch.inference_mode():
         if options.naive:
-            result["naive"] = naive_rate(stack, vocabulary, options.naive)
+            result.keep(naive=naive_rate(stack, vocabulary, options.naive))
         if not options.no_plain:
-            result["plain"] = forward_rates(stack, loads)
+            result.keep(plain=forward_rates(stack, loads))
         before = states(stack, ids) if options.parity else []
     started = time.perf_counter()
     report = apply_fusions(stack, device=CUDA)
-    result |= {"fuse_seconds": time.perf_counter() - started, "applied": report.applied, "skipped": report.skipped}
-    result["slow"] = slow_path(stack)
+    result.keep(
+        fuse_seconds=time.perf_counter() - started,
+        applied=report.applied,
+        skipped=report.skipped,
+        slow=slow_path(stack),
+    )
     with torch.inference_mode(), nothing_packed():
-        result["fused"] = forward_rates(stack, loads)
-    result["matmuls"], result["flops_per_token"] = matmul_rates(stack, loads)
+        result.keep(fused=forward_rates(stack, loads))
+    matmuls, flops = matmul_rates(stack, loads)
+    result.keep(matmuls=matmuls, flops_per_token=flops)
+    with torch.inference_mode(), nothing_packed():
+        result.keep(trace=breakdown(stack, next(iter(loads.values()))[0]))
+        if options.parity:
+            result.keep(parity=compare_with_float32(stack, ids, before, states(stack, ids)))
+    rows: dict[str, object] = {}
     if options.end_to_end:
         with nothing_packed():
-            result["end_to_end"] = end_to_end(stack, options.end_to_end, parts=options.parts, folder=options.folder)
-    with torch.inference_mode(), nothing_packed():
-        result["trace"] = breakdown(stack, next(iter(loads.values()))[0])
-        if options.parity:
-            result["parity"] = compare_with_float32(stack, ids, before, states(stack, ids))
-    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return result
+            for medium, row in end_to_end(stack, options.end_to_end, parts=options.parts, folder=options.folder):
+                rows[medium] = row
+                result.keep(end_to_end=rows)
+    result.keep(peak_gib=torch.cuda.max_memory_allocated() / 2**30)
 
 
 def compare_with_float32(
@@ -249,16 +272,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where `disk` lies; the folder for temporary files by default")
     parser.add_argument("--out", type=Path, required=True, help="where the raw numbers go, as JSON")
     options = parser.parse_args()
-    result = measure(options)
-    result["machine"] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = Record(options.out)
+    result.keep(
+        machine={
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        }
+    )
+    measure(options, result)
     print(table(result))
 
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ TRACED_PARTS = 3
 
 def end_to_end(
     model: nn.Module, media: list[str], *, parts: int, folder: Path | None, part_bytes: int = PART_TARGET_BYTES
-) -> dict[str, dict[str, Any]]:
-    """Rates of each medium, and of the same batches alone, with `dflash` layers in bfloat16."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(medium, its rates beside those of the same batches alone), one by one; `dflash` layers in bfloat16."""
     count, hidden = model.config.num_hidden_layers, model.config.hidden_size
     layers = list(preset_layers("dflash", count))
     layout = StatesLayout(
@@ -80,7 +80,6 @@ def end_to_end(
     )
     largest = max(part.tokens for part in work)
     total_bytes = tokens * layout.bytes_per_token(hidden)
-    rows: dict[str, dict[str, Any]] = {}
 
     def compute(some: list[TokenPart], store: LocalStore | None) -> None:
         pipeline.run(iter(some), largest_part_tokens=largest, write=writer(layout, hidden, store, meter))
@@ -90,7 +89,7 @@ def end_to_end(
         for medium in media:
             top = MEMORY if medium == "memory" else folder or Path(tempfile.gettempdir())
             if medium != "discard" and shutil.disk_usage(top).free < 1.2 * total_bytes:
-                rows[medium] = {"skipped": f"{top} has no room for {total_bytes / 1e9:.0f} GB"}
+                yield medium, {"skipped": f"{top} has no room for {total_bytes / 1e9:.0f} GB"}
                 continue
             with tempfile.TemporaryDirectory(dir=top) as place:
                 store = None if medium == "discard" else LocalStore(Path(place))
@@ -109,23 +108,25 @@ def end_to_end(
                     if pipeline.copy_stream
                     else None
                 )
-            rows[medium] = {
-                "tokens_per_second": rate,
-                "forward_tokens_per_second": forward_rate,
-                "of_forward": rate / forward_rate,
-                "bytes_per_second": rate * size / tokens,
-                "writer_bytes_per_second": None if store is None else size / (meter.upload_seconds.total - uploads),
-                "seconds": elapsed,
-                "tokens": tokens,
-                "bytes": size,
-                "idle_share": idle,
-                "stage_seconds": stages,
-                "stage_shares": {name: round(stages[name] / elapsed, 4) for name in ("forward", *WAITS)},
-            }
+            yield (
+                medium,
+                {
+                    "tokens_per_second": rate,
+                    "forward_tokens_per_second": forward_rate,
+                    "of_forward": rate / forward_rate,
+                    "bytes_per_second": rate * size / tokens,
+                    "writer_bytes_per_second": None if store is None else size / (meter.upload_seconds.total - uploads),
+                    "seconds": elapsed,
+                    "tokens": tokens,
+                    "bytes": size,
+                    "idle_share": idle,
+                    "stage_seconds": stages,
+                    "stage_shares": {name: round(stages[name] / elapsed, 4) for name in ("forward", *WAITS)},
+                },
+            )
     finally:
         pipeline.close()
         capture.close()
-    return rows
 
 
 def idle_while(work: Callable[[], object]) -> float:
