@@ -9,153 +9,30 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psutil
-import pyarrow.parquet
 import pytest
 import tiny_models
-import torch
-import yaml
-from safetensors.torch import load
+from bucket_jobs import Bucket, assert_same_dataset, write_manifest
 
 from headframe_api.spec import S3Spec
 from headframe_worker.reader import StatesDataset
+from testbed.faulty_proxy import FaultyProxy, operation
 from testbed.process import free_port, wait_until
 from testbed.s3 import S3Server
 from testbed.toxiproxy import Proxy, Toxiproxy
 
 pytestmark = pytest.mark.timeout(1800)
-PATIENCE_SECONDS = 600
 ROUNDS = int(os.environ.get("HEADFRAME_ROUNDS", "1"))
 SAMPLES = 60
 PART_BYTES = 100_000
 CHATS = Path(__file__).parents[2] / "examples" / "data" / "chats.jsonl"
-HEADFRAME = Path(sys.executable).with_name("headframe")
-
-
-@dataclass
-class Bucket:
-    """A bucket with the model and the dataset in it, and jobs that work on it."""
-
-    server: S3Server
-    name: str
-    folder: Path
-    """For manifests and logs."""
-    said: list[str] = field(default_factory=list)
-    """All that Headframe printed, and how it was called."""
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What Headframe is given: credentials, and little time for each retry."""
-        return os.environ | self.server.environment | {"HEADFRAME_S3_RETRY_SECONDS": "120", "OMP_NUM_THREADS": "1"}
-
-    def manifest(self, output: str, *, endpoint: str | None = None) -> Path:
-        """A job over this bucket's model and dataset, written to a file."""
-        return write_manifest(
-            self.folder / f"{output.replace('/', '-')}.yaml",
-            model=f"s3://{self.name}/models/tiny",
-            dataset=f"s3://{self.name}/data/*.jsonl",
-            output=f"s3://{self.name}/{output}",
-            endpoint=endpoint or self.server.endpoint,
-        )
-
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        """Start `headframe ARGUMENTS` in a process group of its own; its words go to a file."""
-        log = self.folder / f"{len(self.said)}.log"
-        self.said.append(" ".join(map(str, arguments)))
-        with log.open("w") as stream:
-            child = subprocess.Popen(
-                [HEADFRAME, *arguments],
-                env=self.environment,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        child.log = log  # type: ignore[attr-defined]
-        self.started.append(child)
-        return child
-
-    def finish(self, child: subprocess.Popen[str]) -> int:
-        """Wait for a child; its exit code."""
-        code = child.wait(PATIENCE_SECONDS)
-        self.said.append(child.log.read_text())  # type: ignore[attr-defined]
-        return code
-
-    def run(self, *arguments: str | Path) -> None:
-        """Run to the end; fail with the output where it fails."""
-        child = self.start(*arguments)
-        code = self.finish(child)
-        assert code == 0, self.said[-1]
-
-    def objects(self, output: str) -> dict[str, bytes]:
-        """Every object below a prefix, but for probes, which a killed process leaves for a later start to remove."""
-        client, found = self.server.client(), {}
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=f"{output}/"):
-            for entry in page.get("Contents", ()):
-                if "/.headframe-probe-" in entry["Key"]:
-                    continue
-                body = client.get_object(Bucket=self.name, Key=entry["Key"])["Body"]
-                found[entry["Key"].removeprefix(f"{output}/")] = body.read()
-        return found
-
-    def parts_on_disk(self, output: str) -> int:
-        """How many parts are there now, seen on the server's own disk."""
-        return len(list((self.server.folder / "objects" / self.name / output / "states").glob("*/part-*")))
-
-    def end_all(self) -> None:
-        """Kill what a failed test left running."""
-        for child in self.started:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        self.started.clear()
-
-    def prepare(self, output: str, reference: Mapping[str, bytes]) -> None:
-        """Put the first stage's objects of another run in place, so that a test begins with extraction."""
-        self.copy(
-            output,
-            {key: data for key, data in reference.items() if not key.startswith("states/") and not _is_final(key)},
-        )
-
-    def copy(self, output: str, objects: Mapping[str, bytes]) -> None:
-        """Write objects below a prefix."""
-        for key, data in objects.items():
-            self.server.client().put_object(Bucket=self.name, Key=f"{output}/{key}", Body=data)
-
-    def wait_for_parts(self, output: str, wanted: int, child: subprocess.Popen[str]) -> None:
-        """Return once so many parts are there, or the child has ended."""
-        wait_until(lambda: self.parts_on_disk(output) >= wanted or child.poll() is not None, PATIENCE_SECONDS)
-
-    def uploads(self) -> list[str]:
-        """Multipart uploads that were begun and not ended."""
-        return [
-            entry["Key"] for entry in self.server.client().list_multipart_uploads(Bucket=self.name).get("Uploads", ())
-        ]
-
-
-def write_manifest(path: Path, *, model: str, dataset: str, output: str, endpoint: str | None = None) -> Path:
-    spec: dict[str, Any] = {
-        "model": {"source": model, "gpus": 0},
-        "dataset": {"source": dataset, "maxLength": 512},
-        "states": {"layers": [-1, 1, 3]},
-        "output": {"uri": output},
-        "shards": 4,
-    }
-    if endpoint:
-        spec["s3"] = {"endpoint": endpoint}
-    document = {"apiVersion": "headframe.dev/v1alpha1", "kind": "ExtractionJob", "metadata": {"name": "night"}}
-    path.write_text(yaml.safe_dump(document | {"spec": spec}))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -192,39 +69,6 @@ def link(bucket: Bucket, toxiproxy: Toxiproxy) -> Iterator[Proxy]:
     made.delete()
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(
-        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
-    )
-
-
-def assert_same_dataset(
-    found: Mapping[str, bytes], expected: Mapping[str, bytes], *, same_sources: bool = True
-) -> None:
-    """Object by object: states bit for bit, tokens and index alike, counts and digests as they should be."""
-    assert sorted(found) == sorted(expected)
-    for key, content in expected.items():
-        if key.endswith(".safetensors"):
-            if same_sources:
-                assert found[key] == content, key
-            ours, theirs = load(found[key]), load(content)
-            assert ours.keys() == theirs.keys()
-            assert all(same_bits(ours[name], theirs[name]) for name in ours), key
-        elif key.endswith(".arrow"):
-            assert found[key] == content, key
-        elif key.endswith(".parquet"):
-            tables = [pyarrow.parquet.read_table(pyarrow.BufferReader(data)) for data in (found[key], content)]
-            assert tables[0].equals(tables[1]), key
-        elif key.endswith("/manifest.json"):
-            names = ("shard", "samples", "tokens")
-            parts = [
-                [(part["part"], part["samples"], part["tokens"]) for part in json.loads(data)["parts"]]
-                for data in (found[key], content)
-            ]
-            assert [json.loads(found[key])[name] for name in names] == [json.loads(content)[name] for name in names]
-            assert parts[0] == parts[1]
-
-
 def test_all_on_s3_equals_all_local(bucket: Bucket, reference: dict[str, bytes], tmp_path: Path) -> None:
     local = write_manifest(
         tmp_path / "local.yaml",
@@ -233,19 +77,42 @@ def test_all_on_s3_equals_all_local(bucket: Bucket, reference: dict[str, bytes],
         output=str(tmp_path / "out"),
     )
     bucket.run("run", local, "--workers", "2", "--part-bytes", str(PART_BYTES))
-    out = tmp_path / "out"
-    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert "_SUCCESS" in reference
     assert sum(key.endswith(".safetensors") for key in reference) > 12
-    assert_same_dataset(files, reference, same_sources=False)
+    assert_same_dataset(files_below(tmp_path / "out"), reference, same_sources=False)
 
 
-def test_verify_inspect_and_the_reader_work_on_s3(
+def files_below(folder: Path) -> dict[str, bytes]:
+    """As Bucket.objects, of a directory."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_quickstart_with_a_gguf_file_on_s3_equals_the_local_one(bucket: Bucket, tmp_path: Path) -> None:
+    gguf = tiny_models.smollm2_gguf()
+    bucket.server.client().upload_file(str(gguf), bucket.name, f"models/{gguf.name}")
+    spec = {"dataset": {"maxLength": 96, "limit": 3}, "states": {"preset": "dflash"}, "shards": 2}
+    local = write_manifest(
+        tmp_path / "local.yaml",
+        model=str(gguf),
+        dataset=str(bucket.folder / "chats.jsonl"),
+        output=str(tmp_path / "out"),
+        spec=spec,
+    )
+    remote = bucket.manifest("gguf", spec={**spec, "model": {"source": f"s3://{bucket.name}/models/{gguf.name}"}})
+    runs = [bucket.start("run", manifest, "--workers", "1") for manifest in (local, remote)]
+    assert [bucket.finish(run) for run in runs] == [0, 0], bucket.said[-2:]
+    assert_same_dataset(files_below(tmp_path / "out"), bucket.objects("gguf"), same_sources=False)
+
+
+def test_every_command_works_on_s3(
     bucket: Bucket, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"s3://{bucket.name}/reference"
     for command in ("verify", "inspect", "report"):
         bucket.run(command, uri)
+    bucket.run("plan", bucket.manifest("planned"))
+    bucket.run("export", uri, "--to", "torch", "--into", f"s3://{bucket.name}/exported")
+    assert sum(key.endswith(".pt") for key in bucket.objects("exported")) == SAMPLES
     for name, value in bucket.server.environment.items():
         monkeypatch.setenv(name, value)
     dataset = StatesDataset(uri, s3=S3Spec(endpoint=bucket.server.endpoint))
@@ -271,6 +138,7 @@ def test_kill_9_at_random_moments_loses_nothing(
         str(PART_BYTES),
     )
     bucket.prepare(output, reference)
+    bucket.leave_upload(output)  # as a process that was killed just now does
     total = sum(key.endswith(".safetensors") for key in reference)
     child = bucket.start(*arguments)
     for wanted in sorted(chance.sample(range(total - 2), 2)):
@@ -318,6 +186,15 @@ def test_sigterm_ends_with_143_and_the_next_run_goes_on(
     assert time.monotonic() - before < 60
     kept = {key: data for key, data in bucket.objects(output).items() if key.endswith(".safetensors")}
     assert len(kept) >= wanted
+    child = bucket.start(*arguments)
+    bucket.wait_for_parts(output, len(kept) + 1, child)
+    if child.poll() is None:
+        link.cut()  # and while nothing can be finished any more
+        before = time.monotonic()
+        child.terminate()
+        assert bucket.finish(child) == 143, bucket.said[-1]
+        assert time.monotonic() - before < 60
+        link.mend()
     bucket.run(*arguments)
     finished = bucket.objects(output)
     assert kept.items() <= finished.items()
@@ -346,8 +223,43 @@ def test_a_partners_parts_that_appear_meanwhile_are_taken(
     assert_same_dataset(shard, {key: data for key, data in reference.items() if key.startswith("states/shard-00000/")})
 
 
-def _is_final(key: str) -> bool:
-    return key in ("manifest.json", "samples.parquet", "report.html", "_SUCCESS")
+def listing(objects: Iterable[tuple[str, int]]) -> str:
+    """A server's answer to ListObjectsV2."""
+    entries = "".join(
+        f"<Contents><Key>{key}</Key><Size>{size}</Size><ETag>&quot;0&quot;</ETag>"
+        "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        for key, size in sorted(objects)
+    )
+    return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
+
+
+@pytest.mark.parametrize("shown", ["too little", "what is gone"])
+def test_a_listing_that_lags_does_no_harm(bucket: Bucket, reference: dict[str, bytes], shown: str) -> None:
+    """Of shard 0 all is there, of shard 1 the parts but one, of the others nothing; the listing knows none of it, or more."""
+    output = shown.replace(" ", "-")
+    there = {
+        key: data
+        for key, data in reference.items()
+        if key.startswith(("states/shard-00000/", "states/shard-00001/part-"))
+        and not key.endswith("1/part-00000.safetensors")
+    }
+    bucket.prepare(output, reference)
+    bucket.copy(output, there)
+    with FaultyProxy(bucket.server) as proxy:
+        for prefix in ("tokens/", "states/", *(f"states/shard-{shard:05d}/" for shard in range(4))):
+            known = reference.items() if shown == "what is gone" else []
+            answer = listing((f"{output}/{key}", len(data)) for key, data in known if key.startswith(prefix))
+            path = f"prefix={quote(f'{output}/{prefix}', safe='')}&"
+            proxy.inject(
+                lambda request, path=path: operation("ListObjectsV2")(request) and path in f"{request.path}&",
+                times=10**6,
+                answer=(200, ""),
+                text=answer,
+            )
+        manifest = bucket.manifest(output, endpoint=proxy.endpoint)
+        bucket.run("run", manifest, "--workers", "1", "--part-bytes", str(PART_BYTES))
+        assert proxy.requests["ListObjectsV2"] > 5
+    assert_same_dataset(bucket.objects(output), reference)
 
 
 def test_an_outage_in_the_middle_pauses_the_run_and_is_told(
@@ -368,7 +280,7 @@ def test_an_outage_in_the_middle_pauses_the_run_and_is_told(
     assert f"s3://{bucket.name}/outage/states/" in progress()["message"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         metrics = answer.read().decode()
-    bucket.said.append(metrics)
+    bucket.said += [metrics, json.dumps(progress())]
     assert 'headframe_state{state="waiting",worker="0"} 1.0' in metrics or 'state="waiting",worker="1"} 1.0' in metrics
     link.mend()
     assert bucket.finish(child) == 0, bucket.said[-1]
@@ -389,7 +301,10 @@ def test_what_is_wrong_with_the_bucket_is_said_before_the_model_is_loaded(bucket
 def test_no_secret_stands_anywhere(bucket: Bucket, reference: dict[str, bytes]) -> None:
     """Last of the file: it reads all that the runs above printed, and all that they wrote."""
     secrets = [secret.encode() for secret in (bucket.server.access_key, bucket.server.secret_key)]
-    everything = ["\n".join(bucket.said).encode(), *reference.values()]
+    everything = ["\n".join([*bucket.said, *bucket.arguments]).encode(), *reference.values()]
+    everything += [path.read_bytes() for path in bucket.folder.iterdir() if path.is_file()]
+    assert (bucket.folder / "termination.log").exists()
+    assert any("spawn_main" in line for line in bucket.arguments)  # workers were seen, not only their parent
     client = bucket.server.client()
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket.name):
         everything += [
