@@ -36,6 +36,7 @@ from headframe_worker.engine.structure import DecoderStack
 from headframe_worker.format.cut import cut_parts
 from headframe_worker.format.part import PartArrays, encode_part
 from headframe_worker.meter import WAITS
+from headframe_worker.stores.base import Store
 from headframe_worker.stores.local import LocalStore
 
 MEDIA = ("disk", "memory", "discard")
@@ -167,9 +168,7 @@ def batch_ids(part: TokenPart, budget: int) -> list[torch.Tensor]:
     ]
 
 
-def writer(
-    layout: StatesLayout, hidden: int, store: LocalStore | None, meter: CommitMeter
-) -> Callable[[FilledPart], None]:
+def writer(layout: StatesLayout, hidden: int, store: Store | None, meter: CommitMeter) -> Callable[[FilledPart], None]:
     """What the pipeline does with a filled part."""
 
     def write(filled: FilledPart) -> None:

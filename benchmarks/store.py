@@ -4,7 +4,8 @@
 
 Both sides take turns, so that a machine's ups and downs strike both; each ratio is of medians. plain boto3 is
 `upload_fileobj` with the best TransferConfig of a small grid, and `get_object` with a Range. The server is a real one
-(versitygw) over a folder; a folder in memory (/dev/shm) keeps the disk out of it.
+(versitygw) over a folder; a folder in memory (/dev/shm) keeps the disk out of it. Forward plus upload against forward alone:
+see upload_pipeline.py; its forward makes states at half the rate of uploads alone, so that the server is fast enough.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 from boto3.s3.transfer import TransferConfig
+from upload_pipeline import forward_and_upload
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from headframe_api.spec import S3Spec
@@ -32,7 +34,8 @@ from testbed.s3 import S3Server
 
 MIB = 1 << 20
 RANGES = 200
-TARGETS = {"upload_ratio": 0.9, "range_ratio": 0.8}
+TARGETS = {"upload_ratio": 0.9, "range_ratio": 0.8, "forward_and_upload_ratio": 0.95}
+MEMORY = ("memory_growth_bytes", "run_memory_growth_bytes")
 MEMORY_GROWTH_LIMIT_BYTES = 32 * MIB
 
 
@@ -54,8 +57,7 @@ def main() -> None:
         for name, value in results.items():
             print(f"{name:32} {value:,.3f}" if isinstance(value, float) else f"{name:32} {value}")
     missed = [name for name, target in TARGETS.items() if results[name] < target]
-    if results["memory_growth_bytes"] > MEMORY_GROWTH_LIMIT_BYTES:
-        missed.append("memory_growth_bytes")
+    missed += [name for name in MEMORY if results[name] > MEMORY_GROWTH_LIMIT_BYTES]
     if missed:
         sys.exit(f"missed: {', '.join(missed)}")
 
@@ -99,6 +101,7 @@ def measure(server: S3Server, options: argparse.Namespace) -> dict[str, Any]:
         ],
         options.rounds,
     )
+    together = forward_and_upload(store, 0.5 * options.object_bytes / upload[0], max(1, options.rounds // 3))
     store.close()
     return {
         "object_mib": options.object_bytes // MIB,
@@ -110,6 +113,7 @@ def measure(server: S3Server, options: argparse.Namespace) -> dict[str, Any]:
         "plain_range_reads_per_second": RANGES / ranges[1],
         "range_ratio": ranges[1] / ranges[0],
         "memory_growth_bytes": growth,
+        **together,
     }
 
 
