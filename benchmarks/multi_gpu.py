@@ -230,7 +230,7 @@ def measure_dense(options: argparse.Namespace, devices: Sequence[torch.device]) 
 def measure_workers(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
     """Processes of `headframe run` on a checkpoint in memory: their rates, and the loss of one."""
     shape = dict(SHAPES["tiny" if options.tiny else "hybrid-27b"])
-    layers = options.layers or (4 if options.tiny else 16)
+    layers = options.layers or (4 if options.tiny else 8)
     shape |= {"num_hidden_layers": layers, "vocab_size": min(shape["vocab_size"], 32768)}
     result: dict[str, Any] = {"layers": layers, "cpus": os.cpu_count()}
     with (
@@ -243,7 +243,7 @@ def measure_workers(options: argparse.Namespace, devices: Sequence[torch.device]
         say(f"workers: checkpoint in {time.perf_counter() - started:.1f} s")
         for name, folder in (("memory", memory), ("disk", disk)):
             for workers in (1, 2) if name in options.runs else ():
-                one = run_workers(options, checkpoint, Path(folder) / "output", devices, workers)
+                one = run_workers(options, checkpoint, Path(folder) / "output", devices, workers, layers)
                 result[f"{name}-{workers}"] = one
                 say(f"workers, {name}, {workers}: {one}")
     for name in ("memory", "disk"):
@@ -271,6 +271,7 @@ def run_workers(
     output: Path,
     devices: Sequence[torch.device],
     workers: int,
+    layers: int,
 ) -> dict[str, Any]:
     """The sum of each worker's own rate over two shards; of two workers the second is killed in its third shard."""
     length, batch, parts = (32, 4, 8) if options.tiny else (1024, 16, options.shard_parts)
@@ -278,14 +279,14 @@ def run_workers(
     random = np.random.default_rng(0)
     samples = [random.integers(3, 1000, length) for _ in range(2 * batch * parts * shards)]
     hidden_size = int(SHAPES["tiny" if options.tiny else "hybrid-27b"]["hidden_size"])
-    token_bytes = 2 * hidden_size * 2  # two slots in bfloat16
+    token_bytes = 2 * hidden_size  # one slot in bfloat16: at this depth as many bytes a second as six at 64 layers
     gpus = 0 if devices[0].type == "cpu" else 1
     job, plan, store = write_prepared(
         output,
         checkpoint,
         samples,
         model={"gpus": gpus, "dtype": "bfloat16"},
-        states={"layers": [1], "dtype": "bfloat16"},
+        states={"layers": [layers - 1], "last": "none", "dtype": "bfloat16"},
         shards=shards,
         part_target_bytes=2 * batch * length * token_bytes,
     )
@@ -413,10 +414,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measure", nargs="+", choices=PARTS)
     parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], help="may repeat, and may be cpu")
-    parser.add_argument("--layers", type=int, help="of the hybrid, instead of 16")
+    parser.add_argument("--layers", type=int, help="of the hybrid, instead of 16 (split) and 8 (workers)")
     parser.add_argument("--parts", type=int, default=6, help="parts of 65,536 tokens (split)")
     parser.add_argument("--batches", type=int, default=12, help="batches of 16,384 tokens (dense)")
-    parser.add_argument("--shard-parts", type=int, default=8, help="parts of 32,768 tokens in a shard (workers)")
+    parser.add_argument("--shard-parts", type=int, default=16, help="parts of 32,768 tokens in a shard (workers)")
     parser.add_argument("--runs", nargs="+", choices=("memory", "disk"), default=["memory", "disk"])
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="memory-backed folder")
     parser.add_argument("--disk", type=Path, help="folder on disk; a temporary one by default")

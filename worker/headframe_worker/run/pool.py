@@ -182,9 +182,14 @@ class WorkerPool:
             worker.shard = None
 
     def _end_all(self) -> None:
-        """Idle processes are told to end; busy ones get the grace period to finish or abandon their part."""
+        """Idle processes are told to end; busy ones get the grace period to finish or abandon their part.
+
+        One that still loads its model has nothing to lose, and nobody waits for it.
+        """
         for worker in self.workers:
-            if worker.connection is not None and worker.shard is None:
+            if worker.process is not None and not worker.ready:
+                worker.process.kill()
+            elif worker.connection is not None and worker.shard is None:
                 with suppress(EOFError, OSError):
                     worker.connection.send(None)
         for worker in self.workers:
