@@ -14,6 +14,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
 
 from headframe_worker.engine.fusion import kernels, twins  # noqa: E402
+from headframe_worker.engine.fusion.chunk_sums import chunk_sums  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -102,6 +103,30 @@ def test_gates(dtype):
         kernels.gates(packed, a, b, a_log, dt_bias), twins.gates(packed, a, b, a_log, dt_bias), strict=True
     ):
         close(found, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 200])
+def test_chunk_sums(length):
+    g = torch.randn(3, length, 5, device=DEVICE)
+    wanted = torch.cat([part.double().cumsum(1) * 2.0 for part in g.split(64, dim=1)], dim=1)
+    found = chunk_sums(g, 64, 2.0)
+    assert found.dtype == torch.float32
+    assert found.is_contiguous()
+    assert (found - wanted).abs().max() <= 1e-4
+
+
+@pytest.mark.skipif(INTERPRETED, reason="fla's kernels are not ours to interpret")
+def test_a_new_batch_size_tunes_nothing(monkeypatch):
+    from fla.ops.gated_delta_rule import chunk
+
+    def refuse(*_args, **_options):
+        raise AssertionError("fla's own sums, tuned for each batch size")
+
+    monkeypatch.setattr(chunk, "chunk_local_cumsum", refuse)
+    q, k, v = (torch.randn(7, 70, 4, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    decay = -torch.rand(7, 70, 4, device=DEVICE)
+    assert kernels.delta_rule(q, k, v, decay, decay.exp())[0].isfinite().all()
+    assert chunk.chunk_local_cumsum is refuse
 
 
 @pytest.mark.skipif(INTERPRETED, reason="fla's kernels are not ours to interpret")

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headframe_worker.engine.fusion.chunk_sums import any_batch_size
 from headframe_worker.engine.fusion.twins import L2_EPS, Heads
 
 _ROWS = 16  # heads a program takes at once in the per-head kernels
@@ -298,9 +299,10 @@ def delta_rule(
     """fla's chunked kernel, or FlashQLA's through fla's own dispatch where that package is installed."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415  # a dense model needs no fla
 
-    return chunk_gated_delta_rule(  # type: ignore[no-any-return]
-        q, k, v, g=decay, beta=step, initial_state=state, output_final_state=more
-    )
+    with any_batch_size():
+        return chunk_gated_delta_rule(  # type: ignore[no-any-return]
+            q, k, v, g=decay, beta=step, initial_state=state, output_final_state=more
+        )
 
 
 def _rows(x: Tensor) -> Tensor:
