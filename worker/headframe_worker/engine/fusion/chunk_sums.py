@@ -37,5 +37,6 @@ def any_batch_size() -> Iterator[None]:
 def chunk_sums(g: Tensor, chunk_size: int, scale: float) -> Tensor:
     """Running sums of g [B, T, H] over T that begin anew with each chunk, times `scale`: float32, contiguous."""
     length = g.shape[1]
-    padded = functional.pad(g, (0, 0, 0, -length % chunk_size)).unflatten(1, (-1, chunk_size))
-    return (padded.cumsum(2, dtype=torch.float32) * scale).flatten(1, 2)[:, :length].contiguous()
+    chunks: Tensor = functional.pad(g, (0, 0, 0, -length % chunk_size)).unflatten(1, (-1, chunk_size))
+    sums = chunks.cumsum(2, dtype=torch.float32) * scale
+    return sums.flatten(1, 2)[:, :length].contiguous()
