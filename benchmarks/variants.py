@@ -2,6 +2,7 @@
 
     python benchmarks/variants.py packing float8 --shape hybrid-27b --layers 16 --out benchmarks/results/variants.json
     python benchmarks/variants.py long --shape dense-8b --layers 8 --out benchmarks/results/long.json
+    python benchmarks/variants.py float8-checkpoint --checkpoint model.gguf --text docs/format.md --out error.json
 
 Each part stands beside the engine's own way in the same process. docs/performance.md says which of them paid.
 """
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from shapes import SHAPES, build, chat_lengths
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from headframe_worker.bench.timing import median_seconds
 from headframe_worker.engine import pieces
@@ -31,6 +33,7 @@ from headframe_worker.engine.fusion import apply_fusions, nothing_packed, torch_
 from headframe_worker.engine.fusion.attention import FusedAttention
 from headframe_worker.engine.fusion.delta_net import FusedDeltaNet
 from headframe_worker.engine.fusion.install import install, installed, remove
+from headframe_worker.engine.loading import one_gguf_name_map
 from headframe_worker.engine.long_attention import attention_in_blocks
 from headframe_worker.engine.pointwise import compute_in_pieces
 from headframe_worker.engine.structure import DecoderStack
@@ -302,6 +305,26 @@ def measure_float8(stack: nn.Module) -> dict[str, Any]:
     }
 
 
+def measure_checkpoint_in_float8(checkpoint: Path, text: Path) -> dict[str, Any]:
+    """The same errors on real weights and a real text, without its first tokens, whose states are unlike all others."""
+    gguf = {"gguf_file": checkpoint.name} if checkpoint.suffix == ".gguf" else {}
+    directory = checkpoint.parent if gguf else checkpoint
+    tokenizer = AutoTokenizer.from_pretrained(directory, **gguf)
+    with one_gguf_name_map() if gguf else nullcontext():
+        stack = AutoModel.from_pretrained(directory, dtype=torch.float32, **gguf).eval().to(DEVICE)
+    ids = torch.tensor([tokenizer(text.read_text())["input_ids"][:1000]], device=DEVICE)
+    reference = layer_states(stack, input_ids=ids)
+    stack.bfloat16()
+    plain = layer_states(stack, input_ids=ids)
+    with Float8Products():
+        rounded = layer_states(stack, input_ids=ids)
+    return {
+        "tokens": ids.shape[1],
+        "bf16_error": [relative(a[:, 8:], b[:, 8:]) for a, b in zip(plain, reference, strict=True)],
+        "float8_error": [relative(a[:, 8:], b[:, 8:]) for a, b in zip(rounded, reference, strict=True)],
+    }
+
+
 # Larger batches and CUDA graphs.
 
 
@@ -407,7 +430,10 @@ def measure_long(stack: nn.Module, lengths: list[int], *, fused: bool) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("packing", "float8", "batches", "kernels", "long", "long-plain"))
+    parts = ("packing", "float8", "float8-checkpoint", "batches", "kernels", "long", "long-plain")
+    parser.add_argument("parts", nargs="+", choices=parts)
+    parser.add_argument("--checkpoint", type=Path, help="of float8-checkpoint: a directory or a GGUF file")
+    parser.add_argument("--text", type=Path, help="of float8-checkpoint: what the model reads")
     parser.add_argument("--shape", choices=SHAPES, default="hybrid-27b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--batches", type=int, default=8, help="batches of chat lengths")
@@ -415,6 +441,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the raw numbers go, as JSON")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.parts == ["float8-checkpoint"]:
+        with torch.no_grad():
+            write(options.out, measure_checkpoint_in_float8(options.checkpoint, options.text))
+        return
     stack = build(options.shape, options.layers, DEVICE)
     result: dict[str, Any] = {"shape": options.shape, "layers": len(stack.layers)}
     work: dict[str, Callable[[], dict[str, Any]]] = {
@@ -439,8 +469,18 @@ def main() -> None:
                     result[part] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
                 print(options.shape, len(stack.layers), part, f"{time.perf_counter() - started:.0f} s", flush=True)
                 print(json.dumps(result[part], indent=1), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """The numbers with what they were measured on."""
+    result["machine"] = {
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
