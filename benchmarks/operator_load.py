@@ -13,14 +13,17 @@ import argparse
 import asyncio
 import bisect
 import json
+import multiprocessing
 import random
+import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from testbed.cluster_access import ADMIN, ClusterAccess
 from testbed.control_plane import ControlPlane
 from testbed.operator import SPEC, OperatorProcess, install_crd, report, stage_of
 from testbed.process import wait_until
@@ -37,12 +41,13 @@ from testbed.scripted_pod import Api, ScriptedPod
 
 PATH = "/apis/headframe.dev/v1alpha1/namespaces/default/extractionjobs"
 USER = "system:serviceaccount:default:headframe-operator"
+PODS = "/api/v1/namespaces/default/pods"
 PODS_PER_NODE = 900
 SAMPLE_SECONDS = 2.0
 
 
 class Observer:
-    """Notes when pods finish, and everything that the status ever said."""
+    """Notes when pods are seen to finish, and everything that the status says."""
 
     def __init__(self) -> None:
         self.finished: dict[str, list[float]] = defaultdict(list)
@@ -52,29 +57,47 @@ class Observer:
         self.largest_bytes = 0
         self.faults: list[str] = []
         self._stories: dict[str, Any] = {}
-
-    def in_phase(self, phase: str) -> int:
-        """How many ExtractionJobs are in a phase now."""
-        return sum(found == phase for found in self.phases.values())
+        self._ended: set[str] = set()
 
     def latencies(self) -> list[float]:
         """Seconds from the k-th finish of a job's shards to the first status that counts k of them, sorted."""
         found = []
         for job, finishes in self.finished.items():
             counts = [count for count, _ in self.told[job]]
-            for count, finish in enumerate(sorted(finishes), 1):
+            for count, finish in enumerate(finishes, 1):
                 first = bisect.bisect_left(counts, count)
                 if first < len(counts):
-                    found.append(self.told[job][first][1] - finish)
+                    found.append(max(0.0, self.told[job][first][1] - finish))
         return sorted(found)
 
-    async def watch(self, api: Api) -> None:
-        """Follow every ExtractionJob."""
-        async with api.session.get(PATH, params={"watch": "1"}) as answer:
-            async for line in answer.content:
-                self._note(json.loads(line)["object"])
+    async def follow(self, api: Api) -> None:
+        """Follow every ExtractionJob, and every pod that ends well."""
+        workers = {"labelSelector": "headframe.dev/stage=extract"}
+        await asyncio.gather(
+            self._watch(api, PATH, {}, self._note_status), self._watch(api, PODS, workers, self._note_pod)
+        )
 
-    def _note(self, changed: Any) -> None:
+    async def _watch(self, api: Api, path: str, query: dict[str, str], note: Callable[[Any], None]) -> None:
+        version = ""
+        while True:  # a busy API server closes watches that do not keep up
+            since = {"resourceVersion": version} if version else {}
+            async with api.session.get(path, params={"watch": "1", **query, **since}) as answer:
+                answer.raise_for_status()
+                async for line in answer.content:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        raise RuntimeError(f"the watch of {path}: {event['object']}")
+                    version = event["object"]["metadata"]["resourceVersion"]
+                    if event["type"] != "DELETED":
+                        note(event["object"])
+
+    def _note_pod(self, pod: Any) -> None:
+        metadata = pod["metadata"]
+        if pod["status"].get("phase") == "Succeeded" and metadata["uid"] not in self._ended:
+            self._ended.add(metadata["uid"])
+            self.finished[metadata["labels"]["headframe.dev/job"]].append(time.monotonic())
+
+    def _note_status(self, changed: Any) -> None:
         name, status = changed["metadata"]["name"], changed.get("status", {})
         story = {key: value for key, value in status.items() if key not in ("progress", "quarantined")}
         if status:
@@ -90,29 +113,42 @@ class Observer:
             told.append((shards["succeeded"], time.monotonic()))
 
 
+def observe(cluster: ClusterAccess, pipe: Connection) -> None:
+    """The observer's own process, so that the load of playing pods does not blur what it sees. It answers by the pipe."""
+    observer = Observer()
+
+    async def run() -> None:
+        api = Api(cluster)
+        following = asyncio.create_task(observer.follow(api))
+        while await asyncio.to_thread(pipe.recv) != "end":
+            if following.done():
+                raise RuntimeError("a watch of the benchmark has ended") from following.exception()
+            pipe.send(Counter(observer.phases.values()))
+        following.cancel()
+        await api.session.close()
+
+    asyncio.run(run())
+    pipe.send(observer)
+
+
 class Laboratory:
     """A cluster with its observer, and the samples of what the operator and the API server take."""
 
-    def __init__(
-        self, cluster: ControlPlane, operator: OperatorProcess, api: Api, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, cluster: ControlPlane, operator: OperatorProcess, pipe: Connection) -> None:
         self.cluster = cluster
         self.operator = operator
-        self.api = api
-        self.observer = Observer()
         self.started = time.monotonic()
         self.rss_mib: list[float] = []
-        self._loop = loop
+        self._pipe = pipe
         self._cpu = {"operator": 0.0, "apiServer": 0.0}
         self._cpu_before_restart = 0.0
 
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run something on the loop of the observer, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def wait(self, phase: str, count: int) -> None:
+        """Wait until so many ExtractionJobs are in a phase."""
+        wait_until(lambda: self._ask()[phase] == count, 3600, 0.5)
 
-    def follow(self) -> None:
-        """Begin to observe and to sample."""
-        asyncio.run_coroutine_threadsafe(self.observer.watch(self.api), self._loop)
+    def sample(self) -> None:
+        """Begin to sample the operator's memory."""
         threading.Thread(target=self._sample, daemon=True).start()
 
     def seconds(self) -> float:
@@ -131,10 +167,13 @@ class Laboratory:
     def figures(self, jobs: int) -> dict[str, Any]:
         """What all runs have in common."""
         self._note_cpu()
-        seconds, late, quarters = self.seconds(), self.observer.latencies(), len(self.rss_mib) // 4
+        seconds, quarters = self.seconds(), len(self.rss_mib) // 4
+        self._pipe.send("end")
+        observer: Observer = self._pipe.recv()
+        late = observer.latencies()
         requests = self.cluster.requests_of(USER)
         writes = sum(n for (verb, _), n in requests.items() if verb in ("create", "patch", "delete"))
-        progress = self.observer.writes["progress alone"]
+        progress = observer.writes["progress alone"]
         api_server = psutil.Process(self.cluster.api_server.pid)
         return {
             "seconds": seconds,
@@ -152,13 +191,18 @@ class Laboratory:
             "operatorCores": round(self._cpu["operator"] / seconds, 2),
             "apiServerCores": round(self._cpu["apiServer"] / seconds, 2),
             "apiServerRssMib": round(api_server.memory_info().rss / 2**20),
+            "etcdFileMib": round((self.cluster.folder / "etcd/member/snap/db").stat().st_size / 2**20),
             "writesPerJobBesidesProgress": round((writes - progress) / jobs, 1),
             "progressWritesPerJob": round(progress / jobs, 1),
             "requests": {f"{verb} {resource}": n for (verb, resource), n in sorted(requests.items())},
-            "largestStatusBytes": self.observer.largest_bytes,
-            "wrongStatuses": self.observer.faults[:5],
+            "largestStatusBytes": observer.largest_bytes,
+            "wrongStatuses": observer.faults[:5],
             "load": psutil.getloadavg()[0],
         }
+
+    def _ask(self) -> Counter[str]:
+        self._pipe.send("phases")
+        return self._pipe.recv()
 
     def _sample(self) -> None:
         pause = threading.Event()
@@ -178,7 +222,7 @@ def cpu_seconds(pid: int) -> float:
     return sum(psutil.Process(pid).cpu_times()[:2])
 
 
-def script_of(observer: Observer, shards: int, seconds: float, hold: threading.Event) -> Any:
+def script_of(shards: int, seconds: float, hold: threading.Event) -> Any:
     """Every stage goes well; a shard takes about ``seconds``, and none ends before ``hold`` is set."""
 
     async def script(pod: ScriptedPod) -> None:
@@ -189,8 +233,6 @@ def script_of(observer: Observer, shards: int, seconds: float, hold: threading.E
                 await asyncio.sleep(0.5)
             await asyncio.sleep(seconds * random.uniform(0.5, 1.5))
         await pod.exit(0, report(stage, shards=shards))
-        if stage == "extract":
-            observer.finished[pod.labels["headframe.dev/job"]].append(time.monotonic())
         pod.manifest.clear()  # tens of thousands of them are large
 
     return script
@@ -217,28 +259,34 @@ def laboratory(pods: int, shards: int, seconds: float, hold: threading.Event) ->
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     asyncio.run_coroutine_threadsafe(answer_for_workers(), loop).result()
-
-    async def connect(cluster: ControlPlane) -> Api:
-        return Api(cluster)
-
-    with ControlPlane(folder, audit_users=(USER,)) as cluster:
+    nodes = {"count": pods // PODS_PER_NODE + 2, "gpus": 1000, "script": script_of(shards, seconds, hold), "keep": True}
+    with ControlPlane(folder, audit_users=(USER,)) as cluster, ScriptedNodes(cluster, **nodes):
         install_crd(cluster)
-        api = asyncio.run_coroutine_threadsafe(connect(cluster), loop).result()
-        operator = OperatorProcess(cluster, folder, poll_interval_seconds="5", status_interval_seconds="5")
-        lab = Laboratory(cluster, operator, api, loop)
-        script = script_of(lab.observer, shards, seconds, hold)
-        with ScriptedNodes(cluster, count=pods // PODS_PER_NODE + 2, gpus=1000, script=script, keep=True), operator:
-            lab.started = time.monotonic()
-            lab.follow()
+        access = ClusterAccess(folder, cluster.url, cluster.authority_file, {ADMIN: cluster.token(ADMIN)})
+        here, there = multiprocessing.get_context("spawn").Pipe()
+        observer = multiprocessing.get_context("spawn").Process(target=observe, args=(access, there), daemon=True)
+        settings = {"poll_interval_seconds": "5", "status_interval_seconds": "5"}
+        with OperatorProcess(cluster, folder, **settings) as operator:
+            observer.start()
+            there.close()  # so that the end of the observer is seen here
+            lab = Laboratory(cluster, operator, here)
+            lab.sample()
             yield lab
-        asyncio.run_coroutine_threadsafe(api.session.close(), loop).result()
+        observer.join(10)
+    shutil.rmtree(folder)
 
 
-async def create(api: Api, count: int, workers: int) -> None:
+def create(cluster: ClusterAccess, count: int, workers: int) -> None:
     """Create the ExtractionJobs, as fast as the API server takes them."""
     body = {"apiVersion": "headframe.dev/v1alpha1", "kind": "ExtractionJob", "spec": SPEC | {"workers": workers}}
-    for number in range(count):
-        await api.call("POST", PATH, {**body, "metadata": {"name": f"job-{number:04d}", "namespace": "default"}})
+
+    async def post() -> None:
+        api = Api(cluster)
+        for number in range(count):
+            await api.call("POST", PATH, {**body, "metadata": {"name": f"job-{number:04d}", "namespace": "default"}})
+        await api.session.close()
+
+    asyncio.run(post())
 
 
 def many_jobs(options: argparse.Namespace) -> dict[str, Any]:
@@ -246,13 +294,13 @@ def many_jobs(options: argparse.Namespace) -> dict[str, Any]:
     hold = threading.Event()
     pods = options.jobs * (options.shards + 2)
     with laboratory(pods, options.shards, options.seconds, hold) as lab:
-        lab.do(create(lab.api, options.jobs, options.shards))
+        create(lab.cluster, options.jobs, options.shards)
         figures = {"jobs": options.jobs, "shards": options.shards, "createdSeconds": lab.seconds()}
-        wait_until(lambda: lab.observer.in_phase("Extracting") == options.jobs, 1800, 1)
+        lab.wait("Extracting", options.jobs)
         figures["allExtractingSeconds"] = lab.seconds()
         figures["restartReadySeconds"] = lab.restart_operator()
         hold.set()
-        wait_until(lambda: lab.observer.in_phase("Succeeded") == options.jobs, 3600, 1)
+        lab.wait("Succeeded", options.jobs)
         return figures | lab.figures(options.jobs)
 
 
@@ -261,8 +309,8 @@ def one_large_job(options: argparse.Namespace) -> dict[str, Any]:
     hold = threading.Event()
     hold.set()
     with laboratory(options.shards, options.shards, options.seconds, hold) as lab:
-        lab.do(create(lab.api, 1, options.workers))
-        wait_until(lambda: lab.observer.in_phase("Succeeded") == 1, 3600, 1)
+        create(lab.cluster, 1, options.workers)
+        lab.wait("Succeeded", 1)
         figures = {"shards": options.shards, "workers": options.workers}
         return figures | lab.figures(1)
 

@@ -12,7 +12,7 @@ from headframe_operator.snapshot import Snapshot
 from headframe_operator.views import JobView, WarningView, WorkloadView, warning_view, workload_view
 
 _KUEUE = "kueue.x-k8s.io"
-_PODS_ASKED_ABOUT = 3
+_PODS_ASKED_ABOUT = 2
 _PATIENCE = timedelta(seconds=3)
 """Pods that follow each other leave gaps; only one that lasts needs an explanation."""
 _FIRST_PAUSE = timedelta(seconds=3)
@@ -29,6 +29,8 @@ class Inquiry:
 
     missing_since: datetime | None = None
     about: tuple[str, ...] = ()
+    kinds: frozenset[str] = frozenset()
+    """What is odd: a large job has other pods that hang at every look."""
     asked_at: datetime | None = None
     pause: timedelta = _FIRST_PAUSE
     found: tuple[WarningView, ...] = ()
@@ -38,17 +40,18 @@ class Inquiry:
         self.missing_since = (self.missing_since or now) if lacking else None
         patient = self.missing_since is not None and now - self.missing_since < _PATIENCE
         about = hanging if patient else (*lacking, *hanging)
+        kinds = frozenset((*(() if patient else lacking), *(("hanging",) if hanging else ())))
         if not about:
             self.found = ()
             return False
         since = timedelta.max if self.asked_at is None else now - self.asked_at
-        if since >= 2 * self.pause or (since >= _FIRST_PAUSE and not set(about) <= set(self.about)):
+        if since >= 2 * self.pause or (since >= _FIRST_PAUSE and not kinds <= self.kinds):
             self.pause = _FIRST_PAUSE
         elif since >= self.pause:
             self.pause = min(2 * self.pause, _LONGEST_PAUSE)
         else:
             return False
-        self.about, self.asked_at = about, now
+        self.about, self.kinds, self.asked_at = about, kinds, now
         return True
 
 

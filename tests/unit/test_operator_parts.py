@@ -171,12 +171,15 @@ def test_events_are_asked_for_only_where_pods_stay_missing_and_ever_more_seldom(
     assert questions([(0, 50), (300, 310)], 400)[-2:] == [303, 306]  # a new gap much later is explained at once
 
 
-def test_a_question_about_something_else_is_asked_soon() -> None:
+def test_something_else_that_is_odd_is_asked_about_soon_and_more_of_the_same_is_not() -> None:
     inquiry, now = Inquiry(), datetime(2026, 11, 30, tzinfo=UTC)
     assert inquiry.note((), ("pod-1",), now)
-    assert not inquiry.note((), ("pod-2",), now + timedelta(seconds=1))
+    assert not inquiry.note((), ("pod-2",), now + timedelta(seconds=2))
     assert inquiry.note((), ("pod-2",), now + timedelta(seconds=3))
-    assert inquiry.about == ("pod-2",)
+    assert not inquiry.note((), ("pod-3",), now + timedelta(seconds=6))
+    inquiry.note(("job",), ("pod-3",), now + timedelta(seconds=4))
+    assert inquiry.note(("job",), ("pod-3",), now + timedelta(seconds=7))
+    assert inquiry.about == ("job", "pod-3")
 
 
 def test_a_key_with_many_pods_rests_between_two_looks() -> None:
