@@ -17,6 +17,8 @@ _PATIENCE = timedelta(seconds=3)
 """Pods that follow each other leave gaps; only one that lasts needs an explanation."""
 _FIRST_PAUSE = timedelta(seconds=3)
 _LONGEST_PAUSE = timedelta(seconds=60)
+_PROMPT_SECONDS = 0.5
+"""A namespace with very many Events takes seconds to search. The status does not wait for that: the next look has the answer."""
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Inquiry:
     asked_at: datetime | None = None
     pause: timedelta = _FIRST_PAUSE
     found: tuple[WarningView, ...] = ()
+    asking: asyncio.Task[tuple[WarningView, ...]] | None = None
 
     def note(self, lacking: tuple[str, ...], hanging: tuple[str, ...], now: datetime) -> bool:
         """Note the uids of Jobs that lack pods and of pods that hang; returns whether to ask about ``about`` now."""
@@ -63,11 +66,13 @@ async def look_up_warnings(
     hanging = tuple(
         pod.uid for stage in snapshot.jobs for pod in hanging_pods(snapshot, stage, now)[:_PODS_ASKED_ABOUT]
     )
-    if inquiry.note(lacking, hanging, now):
-        path = f"/api/v1/namespaces/{snapshot.extraction.namespace}/events"
-        selectors = [f"involvedObject.uid={uid},type=Warning" for uid in inquiry.about]
-        answers = await asyncio.gather(*(api.list(path, fieldSelector=selector) for selector in selectors))
-        inquiry.found = tuple(warning_view(event) for answer in answers for event in answer)
+    if inquiry.note(lacking, hanging, now) and inquiry.asking is None:
+        inquiry.asking = asyncio.create_task(_warnings_about(api, snapshot.extraction.namespace, inquiry.about))
+    if inquiry.asking is not None:
+        await asyncio.wait({inquiry.asking}, timeout=_PROMPT_SECONDS)
+        if inquiry.asking.done():
+            answered, inquiry.asking = inquiry.asking, None
+            inquiry.found = answered.result()
     return inquiry.found
 
 
@@ -85,6 +90,14 @@ async def look_up_workload(api: ApiServer, snapshot: Snapshot) -> WorkloadView |
             return None  # Kueue is not installed: the Job waits in a queue that nobody serves
         raise
     return workload_view(found[0], path) if found else None
+
+
+async def _warnings_about(api: ApiServer, namespace: str, uids: tuple[str, ...]) -> tuple[WarningView, ...]:
+    selectors = [f"involvedObject.uid={uid},type=Warning" for uid in uids]
+    answers = await asyncio.gather(
+        *(api.list(f"/api/v1/namespaces/{namespace}/events", fieldSelector=selector) for selector in selectors)
+    )
+    return tuple(warning_view(event) for answer in answers for event in answer)
 
 
 def _kueue_decides(snapshot: Snapshot, job: JobView) -> bool:
