@@ -51,12 +51,12 @@ def decide(snapshot: Snapshot, now: datetime, settings: Settings) -> Decision:  
         return _end(snapshot, refused, now)
     plan, stage, failure = _current_stage(snapshot, x.spec)
     situation = Situation(snapshot=snapshot, spec=x.spec, stage=stage, plan=plan)
+    if stage == "done":  # even if a deadline passed before anybody looked
+        return _with_status(replace(situation, ended="Succeeded"), Decision(), now)
     if failure is None:
         failure = exceeded_deadline(snapshot, x.spec, now)
     if failure is not None:
         return _end(snapshot, failure, now, situation)
-    if stage == "done":
-        return _with_status(replace(situation, ended="Succeeded"), Decision(), now)
     if x.spec.suspend:
         return _with_status(replace(situation, suspended=True), _suspend(snapshot, stage), now)
     action = _drive(snapshot, x.spec, stage, plan, settings)

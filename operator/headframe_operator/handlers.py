@@ -56,7 +56,7 @@ def register(
         settings.watching.connect_timeout = 10
         settings.watching.server_timeout = 300
         settings.watching.inactivity_timeout = watch_silence_seconds
-        settings.watching.chunk_size = 500
+        settings.watching.chunk_size = 250
         settings.networking.request_timeout = 60
         settings.networking.error_backoffs = _Backoffs()
         settings.watching.label_selectors["batch", "v1", "jobs"] = JOB_LABEL

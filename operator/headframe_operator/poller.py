@@ -22,8 +22,9 @@ _LARGEST_ANSWER_BYTES = 64 * 1024
 class Poller:
     """Keeps the last answer of each worker, and of a silent one how long it has been silent."""
 
-    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings, port: int = HTTP_PORT) -> None:
         self._session = session
+        self._port = port
         self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_seconds)
         self._slots = asyncio.Semaphore(settings.poll_concurrency)
 
@@ -37,9 +38,10 @@ class Poller:
         host = f"[{pod.address}]" if ":" in pod.address else pod.address
         async with self._slots:
             try:
-                async with self._session.get(f"http://{host}:{HTTP_PORT}/progress", timeout=self._timeout) as answer:
+                url = f"http://{host}:{self._port}/progress"
+                async with self._session.get(url, timeout=self._timeout, allow_redirects=False) as answer:
                     answer.raise_for_status()
-                    progress = Progress.model_validate_json(await answer.content.read(_LARGEST_ANSWER_BYTES))
+                    progress = Progress.model_validate_json(await _whole(answer.content))
             except (TimeoutError, aiohttp.ClientError, ValidationError, OSError) as error:
                 POLLS.labels("failed").inc()
                 # Since when it is silent, with what it said last: its work is not undone by silence.
@@ -48,3 +50,11 @@ class Poller:
                 return Poll(at=silent_since, progress=last, error=str(error) or type(error).__name__)
         POLLS.labels("answered").inc()
         return Poll(at=datetime.now(UTC), progress=progress)
+
+
+async def _whole(content: aiohttp.StreamReader) -> bytes:
+    """A body that may come in pieces; cut where it is longer than any worker's."""
+    body = bytearray()
+    while len(body) < _LARGEST_ANSWER_BYTES and (piece := await content.read(_LARGEST_ANSWER_BYTES - len(body))):
+        body += piece
+    return bytes(body)

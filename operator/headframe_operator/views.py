@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from sys import intern
 from typing import Any
 
 from pydantic import ValidationError
@@ -226,7 +227,10 @@ def job_view(raw: Json) -> JobView:
 
 
 def pod_view(raw: Json) -> PodView:
-    """The view of a pod as the API server has it. A terminal pod may have no container status at all."""
+    """The view of a pod as the API server has it. A terminal pod may have no container status at all.
+
+    Strings that thousands of pods share are kept once.
+    """
     metadata, status = raw["metadata"], raw.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions", ())}
     scheduled, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
@@ -237,15 +241,15 @@ def pod_view(raw: Json) -> PodView:
     stage = metadata.get("labels", {}).get(STAGE_LABEL, "")
     return PodView(
         name=metadata["name"],
-        namespace=metadata["namespace"],
+        namespace=intern(metadata["namespace"]),
         uid=metadata["uid"],
-        job_uid=_controller_uid(metadata),
-        job_label=metadata.get("labels", {}).get(JOB_LABEL, ""),
-        stage=stage,
+        job_uid=intern(_controller_uid(metadata)),
+        job_label=intern(metadata.get("labels", {}).get(JOB_LABEL, "")),
+        stage=intern(stage),
         index=None if index is None else int(index),
         phase=status.get("phase", "Pending"),
         address=status.get("podIP", ""),
-        node=raw.get("spec", {}).get("nodeName", ""),
+        node=intern(raw.get("spec", {}).get("nodeName", "")),
         created=_moment(metadata["creationTimestamp"]),
         deletion_due=from_text(metadata.get("deletionTimestamp")),
         unschedulable=scheduled.get("message", "") if scheduled.get("status") == "False" else "",

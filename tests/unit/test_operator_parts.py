@@ -3,21 +3,30 @@
 import asyncio
 import itertools
 import re
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes_objects import pod
 
 from headframe_api.errors import ConfigError
 from headframe_operator import index_lists
 from headframe_operator.child_names import child_name, job_label
 from headframe_operator.lookups import Inquiry
+from headframe_operator.poller import Poller
 from headframe_operator.rates import RateWindow
 from headframe_operator.settings import Settings, read_settings
+from headframe_operator.snapshot import Poll
 from headframe_operator.totals import Totals
+from headframe_operator.views import pod_view
 from headframe_operator.work_queue import WorkQueue
+from testbed.process import free_port
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,60}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,60}[a-z0-9])?){0,3}", fullmatch=True)
@@ -201,6 +210,44 @@ def test_a_key_with_many_pods_rests_between_two_looks() -> None:
 
     asyncio.run(scenario())
     assert all(later - earlier >= 0.19 for earlier, later in itertools.pairwise(looks))
+
+
+def test_a_workers_answer_may_come_in_pieces_but_lead_nowhere_else() -> None:
+    port = free_port("127.7.0.1")
+
+    async def pieces(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in (b'{"stage": "extract", "state": "running", ', b'"samples": 7, "tokens": 70}'):
+            await response.write(piece)
+            await asyncio.sleep(0.05)  # so that they are two pieces for the other side, too
+        return response
+
+    async def elsewhere(_: web.Request) -> web.Response:
+        raise web.HTTPFound(f"http://127.7.0.1:{port}/progress")
+
+    async def answers() -> list[Poll]:
+        async with AsyncExitStack() as stack:
+            addresses = {"127.7.0.1": pieces, "127.7.0.2": elsewhere}
+            for address, handler in addresses.items():
+                app = web.Application()
+                app.router.add_get("/progress", handler)
+                runner = web.AppRunner(app)
+                await runner.setup()
+                stack.push_async_callback(runner.cleanup)
+                await web.TCPSite(runner, address, port).start()
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            pods = [
+                replace(pod_view(pod("extract", index, run=True, uid=address)), address=address)
+                for index, address in enumerate(addresses)
+            ]
+            found = await Poller(session, Settings(), port).poll(pods, {})
+            return [found[address] for address in addresses]
+
+    whole, led_astray = asyncio.run(answers())
+    assert whole.progress is not None
+    assert whole.progress.tokens == 70
+    assert led_astray.progress is None
 
 
 def test_every_setting_is_documented() -> None:
