@@ -194,3 +194,13 @@ def test_content_reaches_the_disk_before_its_name_does(store: LocalStore, monkey
     store.write("a", [SMALL])
     store.write("b", [SMALL], exclusive=True)
     assert synced == [[], ["a"]]
+
+
+def test_once_all_is_settled_a_write_under_way_is_nobodys_and_ends_as_the_losers(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with store._temporary("states/k") as (temporary, descriptor):
+        assert store.write("states/k", [memoryview(b"twin's")], exclusive=True).created
+        assert store.clean_up("states/") == 0
+        assert store.clean_up("states/", settled=True) == 1
+        assert store._publish(temporary, "states/k", descriptor, exclusive=True) is False
+    assert store.read("states/k") == b"twin's"
