@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModel
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from prepared_output import write_prepared
-from shapes import SHAPES
+from shapes import SHAPES, chat_lengths
 
 from headframe_api.manifests import ShardManifest
 from headframe_api.names import shard_manifest_key
@@ -195,7 +195,13 @@ def measure_split(options: argparse.Namespace, devices: Sequence[torch.device]) 
     equal = all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
     ratio = apart["tokens_per_second"] / one["tokens_per_second"] / len(devices)
     say(f"split: states equal: {equal}, {ratio:.3f} of {len(devices)} replicas")
-    return {"layers": layers, "one": one, "spread": apart, "equal": equal, "of_replicas": ratio}
+    result = {"layers": layers, "one": one, "spread": apart, "equal": equal, "of_replicas": ratio}
+    lengths = [min(length, 100) for length in chat_lengths(20_000, 0)] if options.tiny else chat_lengths(20_000, 0)
+    with rig(shape, layers, devices, [1, layers // 2]) as work:
+        chat = token_parts(4, size, lengths, 1000)
+        result["chat_tokens_per_second"] = [flow(work, chat)[0] for _ in range(2)]
+        say(f"split, spread, chat lengths, at first and again: {result['chat_tokens_per_second']}")
+    return result
 
 
 def measure_dense(options: argparse.Namespace, devices: Sequence[torch.device]) -> dict[str, Any]:
