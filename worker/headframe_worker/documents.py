@@ -32,7 +32,7 @@ def read_plan(store: Store) -> Plan:
 
 def read_manifest(store: Store) -> DatasetManifest:
     """manifest.json. Raises ConfigError where there is none: the dataset is not finished."""
-    text = _fetch(store, MANIFEST_KEY, "the dataset is not finished; run `headframe finalize`")
+    text = _fetch(store, MANIFEST_KEY, "is this an output of Headframe? if so it is not finished: run its job again")
     return _parse(store, MANIFEST_KEY, DatasetManifest, text)
 
 
