@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,12 +30,12 @@ PICTURES = ROOT / "docs/images"
 CHOSEN = {
     "workers": (
         "Tokens per second", "Samples per second", "Padding waste", "Workers by state", "The model's second",
-        "Busy seconds by stage", "Bytes written per second", "Time to write an object",
+        "Busy seconds by stage",
     ),
     "extractionjobs": ("Jobs by phase", "Tokens per second by job", "Shards", "Requests to the API server"),
 }  # fmt: skip
 """Panels that have something to show on a good run without a GPU."""
-_STEP_SECONDS = 2
+_STEP_SECONDS = 4
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _UNITS = {"s": " s", "Bps": "B/s", "bytes": "B", "reqps": "/s"}
 Json = dict[str, Any]
@@ -56,7 +57,19 @@ def curves(panel: Json, prometheus: Prometheus, started: float, ended: float) ->
         for series in prometheus.query_range(query, started, ended, _STEP_SECONDS):
             name = _legend(target["legendFormat"], series["metric"])
             points = [(float(at) - started, float(value)) for at, value in series["values"]]
-            yield Curve(name, [at for at, _ in points], [value for _, value in points])
+            yield _with_gaps(name, points)
+
+
+def _with_gaps(name: str, points: list[tuple[float, float]]) -> Curve:
+    """A series whose curve breaks off where a value is missing, rather than run straight to the next one."""
+    seconds, values = [], []
+    for at, value in points:
+        if seconds and at - seconds[-1] > 1.5 * _STEP_SECONDS:
+            seconds.append(seconds[-1] + 1e-3)
+            values.append(nan)
+        seconds.append(at)
+        values.append(value)
+    return Curve(name, seconds, values)
 
 
 def _legend(template: str, labels: Mapping[str, str]) -> str:
@@ -85,7 +98,7 @@ def _draw_panel(place: Axes, panel: Json, drawn: list[Curve], length: float) -> 
     field = panel["fieldConfig"]["defaults"]
     stacked, unit = "stacking" in field.get("custom", {}), field["unit"]
     base: dict[float, float] = {}
-    for number, curve in enumerate(drawn):
+    for number, curve in enumerate(curve for curve in drawn if not stacked or any(curve.values)):
         color = f"C{number % 10}"
         if stacked:
             bottom = [base.get(round(at), 0.0) for at in curve.seconds]
