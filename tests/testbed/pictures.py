@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,7 +62,8 @@ def curves(panel: Json, prometheus: Prometheus, started: float, ended: float) ->
 
 def _with_gaps(name: str, points: list[tuple[float, float]]) -> Curve:
     """A series whose curve breaks off where a value is missing, rather than run straight to the next one."""
-    seconds, values = [], []
+    seconds: list[float] = []
+    values: list[float] = []
     for at, value in points:
         if seconds and at - seconds[-1] > 1.5 * _STEP_SECONDS:
             seconds.append(seconds[-1] + 1e-3)
@@ -104,7 +105,7 @@ def _draw_panel(place: Axes, panel: Json, drawn: list[Curve], length: float) -> 
             bottom = [base.get(round(at), 0.0) for at in curve.seconds]
             top = [low + value for low, value in zip(bottom, curve.values, strict=True)]
             place.fill_between(curve.seconds, bottom, top, color=color, alpha=0.4, linewidth=0, label=curve.name)
-            base |= {round(at): value for at, value in zip(curve.seconds, top, strict=True)}
+            base |= {round(at): value for at, value in zip(curve.seconds, top, strict=True) if not isnan(value)}
         else:
             place.plot(curve.seconds, curve.values, color=color, linewidth=1.2, label=curve.name)
     place.set_title(panel["title"], loc="left", fontweight="bold")
