@@ -247,5 +247,6 @@ def test_weights_go_straight_to_their_gpus(tmp_path: Path) -> None:
     held = [torch.cuda.memory_allocated(index) - before[index] for index in range(2)]
     peak = torch.cuda.max_memory_allocated(0) - before[0]
     assert 0.8 < held[1] / held[0] < 1.25, "three layers each; the embedding is small"
-    assert peak < 1.8 * held[0], "the first GPU never held the second one's layers"
+    # As much again as it holds, which Transformers reserves while it loads; with the second one's layers it would be three times.
+    assert peak < 2.2 * held[0], "the first GPU never held the second one's layers"
     engine.close()
