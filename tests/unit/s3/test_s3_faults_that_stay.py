@@ -89,6 +89,18 @@ def test_no_credentials_at_all_say_where_they_may_come_from(
     assert caught.value.reason == "NoCredentials"
 
 
+def test_tls_to_a_port_without_it_and_a_profile_that_is_not_there_are_named(
+    s3_server: S3Server, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = s3_server.endpoint.replace("http://", "https://")
+    with pytest.raises(ConfigError, match="speaks no TLS there: use http://") as caught:
+        S3Store(uri, S3Spec(endpoint=endpoint), tuning=TUNING).check_writable()
+    assert caught.value.reason == "NoTls"
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigError, match=r"\(nobody\) could not be found; check AWS_PROFILE"):
+        S3Store(uri, S3Spec(endpoint=s3_server.endpoint), tuning=TUNING).check_writable()
+
+
 def test_a_host_that_does_not_exist_is_not_waited_for_long(uri: str) -> None:
     policy = replace(FAST, budget_seconds=600, unknown_host_seconds=0.2)
     store = S3Store(uri, S3Spec(endpoint="http://no-such-host.invalid"), tuning=replace(TUNING, retry=policy))

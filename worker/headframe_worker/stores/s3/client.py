@@ -31,7 +31,7 @@ class Connection:
         self._s3 = s3
         self._sign_payload = sign_payload
         self._lock = threading.Lock()
-        self._session = boto3.Session()
+        self._session = _session()
         self.client = self._open(self._session)
 
     def renew(self, stale: S3Client) -> bool:
@@ -39,7 +39,7 @@ class Connection:
         with self._lock:
             if self.client is not stale:
                 return True
-            session = boto3.Session()
+            session = _session()
             if _secrets(session) == _secrets(self._session):
                 return False
             self._session, self.client = session, self._open(session)
@@ -105,6 +105,13 @@ class Connection:
             )
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(f"spec.s3: boto3 cannot make a client of it: {error}") from error
+
+
+def _session() -> boto3.Session:
+    try:
+        return boto3.Session()
+    except BotoCoreError as error:  # a profile that is not there, a file that cannot be parsed
+        raise ConfigError(f"AWS configuration: {error}; check AWS_PROFILE and the files it is read from") from error
 
 
 def _secrets(session: boto3.Session) -> tuple[str | None, ...]:

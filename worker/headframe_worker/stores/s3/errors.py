@@ -121,7 +121,8 @@ def fault_of(error: ClientError | BotoCoreError) -> Fault:
         return Fault.BRIEF
     if isinstance(error, SSLError):
         verification = any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error))
-        return Fault.PERMANENT if verification or "CERTIFICATE_VERIFY_FAILED" in str(error) else Fault.TRANSIENT
+        stays = verification or "CERTIFICATE_VERIFY_FAILED" in str(error) or _speaks_no_tls(error)
+        return Fault.PERMANENT if stays else Fault.TRANSIENT
     passing_errors = (
         BotoConnectionError,
         HTTPClientError,
@@ -143,7 +144,7 @@ def code_of(error: ClientError | BotoCoreError) -> str:
 def words_of(error: ClientError | BotoCoreError) -> str:
     """The error in one line."""
     if not isinstance(error, ClientError):
-        return " ".join(str(error).split())
+        return " ".join(str(error).split()).rstrip(".")
     message = str(error.response.get("Error", {}).get("Message") or "").strip().rstrip(".")
     status, code = _status(error), code_of(error)
     name = str(status) if code == str(status) else f"{status} {code}"
@@ -192,6 +193,8 @@ _ADVICE: tuple[tuple[tuple[str, ...], str, str], ...] = (
 def advice_for(error: ClientError | BotoCoreError, *, bucket: str, action: str) -> tuple[str, str]:
     """(reason, what to check) of an error that stays."""
     code = code_of(error)
+    if _speaks_no_tls(error):
+        return "NoTls", "the server speaks no TLS there: use http:// in spec.s3.endpoint, or the port of its TLS"
     for codes, reason, advice in _ADVICE:
         if code in codes:
             return reason, advice.format(bucket=bucket, action=action)
@@ -215,6 +218,13 @@ def skew_advice(error: ClientError | BotoCoreError) -> str:
 def is_unknown_host(error: BaseException) -> bool:
     """Whether the endpoint's name could not be resolved."""
     return any(type(cause).__name__ in ("NameResolutionError", "gaierror") for cause in _causes(error))
+
+
+def _speaks_no_tls(error: ClientError | BotoCoreError) -> bool:
+    """OpenSSL's words for an answer that is not TLS at all."""
+    return isinstance(error, SSLError) and any(
+        word in str(error) for word in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+    )
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -130,8 +130,9 @@ class Requests:
         if fault is Fault.PERMANENT or (fault is Fault.EXPIRED and not self.connection.renew(failure.client)):
             raise self._config_error(failure) from error
         brief = fault in (Fault.BRIEF, Fault.EXPIRED) and failure.count >= self._policy.brief_attempts
-        unknown = not self._reached and is_unknown_host(error)
-        budget = self._policy.unknown_host_seconds if unknown else self._policy.budget_seconds
+        budget = self._policy.budget_seconds
+        if not self._reached and is_unknown_host(error):
+            budget = min(budget, self._policy.unknown_host_seconds)
         if not brief and failure.elapsed_seconds < budget:
             return
         if isinstance(error, CredentialRetrievalError) or fault is Fault.EXPIRED:
