@@ -101,13 +101,26 @@ def notes_of(old: ExtractionJobStatus, new: ExtractionJobStatus) -> tuple[Note, 
     message = new.message or ""
     notes = []
     if new.phase != old.phase and new.phase is not None:
-        notes.append(Note("Warning" if new.phase == "Failed" else "Normal", _event_reason(new), message))
+        notes.append(Note("Warning" if new.phase == "Failed" else "Normal", _event_reason(new), _news(new)))
     elif (after := _condition(new, "Progressing")) is not None:
         before = _condition(old, "Progressing")
         # Obstacles that come and go are news; that one pod follows another is not.
         if before is not None and before.reason != after.reason and not {before.reason, after.reason} <= _USUAL:
             notes.append(Note("Normal" if after.reason in _USUAL else "Warning", after.reason, message))
     return tuple(notes)
+
+
+def _news(status: ExtractionJobStatus) -> str:
+    """What a new phase is about. Its message is still that of the first moment, when no pod can be there yet."""
+    progressing = _condition(status, "Progressing")
+    if progressing is None or progressing.reason not in _USUAL:
+        return status.message or ""
+    if status.phase == "Extracting" and status.plan is not None:
+        plan = status.plan
+        return f"the plan has {plan.samples:,} samples with {plan.tokens:,} tokens in {plan.shards:,} shards"
+    if status.phase == "Finalizing" and status.shards is not None:
+        return f"{status.shards.summary} shards are done; {_RUNNING['finalize'][1]}"
+    return status.message or ""
 
 
 def _event_reason(status: ExtractionJobStatus) -> str:

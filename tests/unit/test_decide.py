@@ -109,3 +109,12 @@ def test_the_pods_read_the_manifest_that_was_applied() -> None:
     read = parse_job(yaml.safe_load(environment["HEADFRAME_JOB"]))
     assert read.spec == parse_job(x).spec
     assert "nvidia.com/gpu" not in str(container["resources"])
+
+
+def test_a_new_phase_is_told_by_what_it_is_about() -> None:
+    x = extraction(None, {"phase": "Preparing"})
+    done = job(x, "prepare", ended=("Complete", "Done"))
+    decision = decide(snapshot(x, [done], [pod("prepare", exit=0, said={"plan": PLAN})]), NOW, SETTINGS)
+    assert [(note.type, note.reason, note.message) for note in decision.notes] == [
+        ("Normal", "Extracting", "the plan has 80 samples with 8,000 tokens in 4 shards")
+    ]
