@@ -37,6 +37,7 @@ EMPTY_ON_A_GOOD_CPU_RUN = {
     "GPU power": "no GPU",
     "Quarantine": "nothing is refused",
     "Lag of the watches": "never behind",
+    "Time to write an object": "a shard of one part writes it just before its pod ends: no scrape sees that",
 }
 """Panels without data on such a run, and why that is right."""
 
@@ -200,6 +201,10 @@ def panel_queries() -> Iterator[tuple[str, str]]:
                 yield panel["title"], text
 
 
+def has_values(series: list[Json]) -> bool:
+    return any(value != "NaN" for one in series for _, value in one["values"])
+
+
 def test_the_quickstart_succeeds(installed: Installed, quickstart: Run) -> None:
     status = quickstart.status
     assert status["plan"]["samples"] == SAMPLES
@@ -218,7 +223,7 @@ def test_prometheus_sees_the_run(quickstart: Run) -> None:
     assert {series["metric"]["shard"] for series in scraped} == {"0", "1", "2", "3"}
     names = {(series["metric"]["namespace"], series["metric"]["job"]) for series in scraped}
     assert names == {(quickstart.namespace, "cluster-quickstart")}
-    empty = {title for title, query in panel_queries() if not prometheus.query_range(query, *span)}
+    empty = {title for title, query in panel_queries() if not has_values(prometheus.query_range(query, *span))}
     assert empty <= set(EMPTY_ON_A_GOOD_CPU_RUN)
     for alert in ALERTS:  # each is a query that Prometheus takes; none but the waiting of a slow machine fires
         prometheus.query_range(alert.expression, *span)
