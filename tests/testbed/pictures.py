@@ -99,7 +99,7 @@ def _draw_panel(place: Axes, panel: Json, drawn: list[Curve], length: float) -> 
     field = panel["fieldConfig"]["defaults"]
     stacked, unit = "stacking" in field.get("custom", {}), field["unit"]
     base: dict[float, float] = {}
-    for number, curve in enumerate(curve for curve in drawn if not stacked or any(curve.values)):
+    for number, curve in enumerate(curve for curve in drawn if not stacked or max(curve.values) > 0):
         color = f"C{number % 10}"
         if stacked:
             bottom = [base.get(round(at), 0.0) for at in curve.seconds]
