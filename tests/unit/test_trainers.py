@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 from synthetic_output import MADE_UP, SyntheticOutput, write_extracted
+from tiny_models import save
 from typer.testing import CliRunner
 
-from headframe_api.errors import ConfigError
+from headframe_api.errors import ConfigError, DataError
 from headframe_api.layers import preset_layers
 from headframe_worker.cli.main import app
 from headframe_worker.finalize.stage import finalize
@@ -82,3 +84,41 @@ def test_export_by_command(output: SyntheticOutput, tmp_path: Path) -> None:
     assert done["samples"] == len(output.kept) == len(list(tmp_path.rglob("*.pt")))
     with pytest.raises(ConfigError, match="3/2"):
         run("export", str(output.directory), "--to", "torch", "--into", str(tmp_path), "--share", "3/2")
+
+
+def test_a_dataset_that_speculators_prepared_keeps_rows_and_masks(output: SyntheticOutput, tmp_path: Path) -> None:
+    """Our tokens, saved as speculators saves its own, imported and prepared: the same rows under the same numbers."""
+    exported = datasets.load_from_disk(str(output.directory / "tokens")).select_columns(
+        ["input_ids", "loss_mask", "seq_len"]
+    )
+    exported.with_format("torch").save_to_disk(tmp_path / "prepared", num_shards=3)
+    save("llama", tmp_path / "model", vocab_size=1000)
+    arguments = ["--from", "speculators", "--model", str(tmp_path / "model"), "--preset", "eagle3"]
+    manifest = run("import", str(tmp_path / "prepared"), *arguments, "--output", str(tmp_path / "states"), "--quiet")
+    (tmp_path / "job.yaml").write_text(manifest)
+    run("prepare", str(tmp_path / "job.yaml"), "--quiet")
+    again = datasets.load_from_disk(str(tmp_path / "states/tokens"))
+    assert len(again) == len(output.tokens)
+    for row, found in enumerate(again):
+        assert found["input_ids"] == output.tokens[row].tolist()
+        assert found["loss_mask"] == output.masks[row].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (
+            [{"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [], "loss_mask": []}],
+            DataError,
+            ":1: input_ids is empty",
+        ),
+        ([{"input_ids": [1, 2], "loss_mask": [0]}], DataError, "2 input_ids but 1 values of loss_mask"),
+        ([{"input_ids": [1, 2], "seq_len": 2}], ConfigError, "no column loss_mask"),
+    ],
+)
+def test_rows_that_would_move_the_numbers_of_others_are_refused(
+    tmp_path: Path, rows: list[dict[str, object]], error: type[Exception], message: str
+) -> None:
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path)
+    with pytest.raises(error, match=message):
+        run("import", str(tmp_path), "--from", "speculators", "--model", "made/up", "--output", "out")

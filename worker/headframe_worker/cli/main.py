@@ -16,6 +16,7 @@ from headframe_worker.cli import (
     export,
     extract,
     finalize,
+    import_tokens,
     inspect,
     plan,
     prepare,
@@ -40,6 +41,7 @@ _EVERYDAY, _DATASETS, _STAGES = "Run a job", "Look at a dataset of hidden states
 app.command("run", rich_help_panel=_EVERYDAY)(run.command)
 app.command("plan", rich_help_panel=_EVERYDAY)(plan.command)
 app.command("bench", rich_help_panel=_EVERYDAY)(bench.command)
+app.command("import", rich_help_panel=_EVERYDAY)(import_tokens.command)
 app.command("prepare", rich_help_panel=_STAGES)(prepare.command)
 app.command("extract", rich_help_panel=_STAGES)(extract.command)
 app.command("finalize", rich_help_panel=_STAGES)(finalize.command)
