@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
 import pytest
 from smollm2_output import save_smollm2, write_smollm2
 from synthetic_output import SyntheticOutput, write_extracted
+from tiny_models import save
+from typer.testing import CliRunner
 
+from headframe_worker.cli.main import app
 from headframe_worker.exporters.export import export
 from headframe_worker.exporters.samples import SourceDataset
 from headframe_worker.exporters.speculators import Speculators, write_tokens_directory
@@ -19,6 +23,7 @@ from headframe_worker.finalize.stage import finalize
 from headframe_worker.meter import Meter
 from headframe_worker.stores.local import LocalStore
 from headframe_worker.trainers.speculators_launch import speculators_command
+from testbed.s3 import S3Server
 from testbed.speculators import run_with_speculators, speculators_python
 from testbed.tools import require
 
@@ -52,17 +57,51 @@ def exported(output: SyntheticOutput, target: Path, dtype: str | None) -> str:
     return str(target)
 
 
-def test_rows_and_batches_are_the_same_through_the_backend_and_from_files(tmp_path: Path) -> None:
+def test_rows_and_batches_are_the_same_through_the_backend_and_from_files(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend reads the packed dataset in a bucket; the files are exports of the same dataset on a disk."""
     output = write_extracted(LocalStore(tmp_path / "output"), layers=(1, 2, 4), shards=3)
     finalize(output.job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
     write_tokens_directory(SourceDataset.open(output.store), LocalStore(tmp_path / "work"))
     files = exported(output, tmp_path / "files", None)
     float8 = exported(output, tmp_path / "float8", "float8_e4m3fn")
+    bucket = s3_server.new_bucket()
+    for info in output.store.list():
+        s3_server.client().upload_file(str(output.directory / info.key), bucket, f"out/{info.key}")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
     found = json.loads(
-        run_with_speculators([SESSION, "compare", str(tmp_path / "work"), str(output.directory), files, float8])
+        run_with_speculators([SESSION, "compare", str(tmp_path / "work"), f"s3://{bucket}/out", files, float8])
     )
     assert (found["rows"], found["missing"]) == (len(output.kept), len(output.refused))
     assert 0 < found["worst_float8_error"] < 0.05
+
+
+def test_what_speculators_prepares_is_imported_row_by_row(tmp_path: Path) -> None:
+    """Our tokens through its own `prepare-data`, which shuffles them: its rows and masks are ours again, in its order."""
+    output = write_extracted(LocalStore(tmp_path / "output"), vocabulary=160)
+    save("llama", tmp_path / "model", tokenizer=True, num_hidden_layers=8)
+    rows = [
+        {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
+        for ids, mask in zip(output.tokens, output.masks, strict=True)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prepared = tmp_path / "prepared"
+    arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--output", str(prepared)]
+    run_with_speculators(["-m", "speculators", "prepare-data", *arguments])
+    manifest = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "states"), "--quiet"]
+    made = CliRunner().invoke(
+        app, ["import", str(prepared), "--from", "speculators", *manifest], catch_exceptions=False
+    )
+    (tmp_path / "job.yaml").write_text(made.output)
+    CliRunner().invoke(app, ["prepare", str(tmp_path / "job.yaml"), "--quiet"], catch_exceptions=False)
+    theirs, ours = (
+        datasets.load_from_disk(str(path)).with_format(None) for path in (prepared, tmp_path / "states/tokens")
+    )
+    assert len(theirs) == len(rows)
+    for column in ("input_ids", "loss_mask", "seq_len"):
+        assert theirs[column][:] == ours[column][:]
 
 
 @pytest.mark.parametrize(

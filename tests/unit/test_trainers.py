@@ -92,12 +92,12 @@ def test_a_dataset_that_speculators_prepared_keeps_rows_and_masks(output: Synthe
         ["input_ids", "loss_mask", "seq_len"]
     )
     exported.with_format("torch").save_to_disk(tmp_path / "prepared", num_shards=3)
-    save("llama", tmp_path / "model", vocab_size=1000)
-    arguments = ["--from", "speculators", "--model", str(tmp_path / "model"), "--preset", "eagle3"]
+    save("llama", tmp_path / "model", vocab_size=1000, num_hidden_layers=8)
+    arguments = ["--from", "speculators", "--model", str(tmp_path / "model")]
     manifest = run("import", str(tmp_path / "prepared"), *arguments, "--output", str(tmp_path / "states"), "--quiet")
     (tmp_path / "job.yaml").write_text(manifest)
     run("prepare", str(tmp_path / "job.yaml"), "--quiet")
-    again = datasets.load_from_disk(str(tmp_path / "states/tokens"))
+    again = datasets.load_from_disk(str(tmp_path / "states/tokens")).with_format(None)
     assert len(again) == len(output.tokens)
     for row, found in enumerate(again):
         assert found["input_ids"] == output.tokens[row].tolist()
