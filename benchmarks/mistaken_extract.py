@@ -8,7 +8,7 @@ normed:  the last state is the one after the final norm, stored as the one befor
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import headframe_worker.engine.engine as engine
 from headframe_worker.cli.main import main
@@ -19,27 +19,15 @@ from headframe_worker.engine.structure import DecoderStack
 class OneLayerEarly(Capture):
     """Takes the output of the last layer but one for that of the last."""
 
-    def __init__(
-        self,
-        stack: DecoderStack,
-        *,
-        layers: Sequence[int],
-        last: Literal["preNorm", "postNorm", "none"],  # noqa: ARG002
-    ) -> None:
-        super().__init__(stack, layers=[*layers, stack.num_layers - 2], last="none")
+    def __init__(self, stack: DecoderStack, *, layers: Sequence[int], last: str, **options: Any) -> None:  # noqa: ARG002
+        super().__init__(stack, layers=[*layers, stack.num_layers - 2], last="none", **options)
 
 
 class AlreadyNormed(Capture):
     """Takes the state after the norm for the one before it."""
 
-    def __init__(
-        self,
-        stack: DecoderStack,
-        *,
-        layers: Sequence[int],
-        last: Literal["preNorm", "postNorm", "none"],  # noqa: ARG002
-    ) -> None:
-        super().__init__(stack, layers=layers, last="postNorm")
+    def __init__(self, stack: DecoderStack, *, layers: Sequence[int], last: str, **options: Any) -> None:  # noqa: ARG002
+        super().__init__(stack, layers=layers, last="postNorm", **options)
 
 
 if __name__ == "__main__":
