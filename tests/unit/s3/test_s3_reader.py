@@ -104,6 +104,17 @@ def test_several_requests_are_under_way_at_once(
         check(output, sample)
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_stream_of_a_finished_dataset_misses_nothing_that_a_listing_hides(
+    output: SyntheticOutput, uri: str, proxy: FaultyProxy, follow: bool
+) -> None:
+    nothing = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+    proxy.inject(operation("ListObjectsV2"), answer=(200, ""), text=nothing)
+    rows = [sample.row for sample in StatesStream(uri, S3Spec(endpoint=proxy.endpoint), follow=follow)]
+    assert sorted(rows) == output.kept
+    assert proxy.requests["ListObjectsV2"] == 1
+
+
 def test_faults_on_the_way_are_not_seen(
     output: SyntheticOutput, dataset: StatesDataset, uri: str, proxy: FaultyProxy
 ) -> None:

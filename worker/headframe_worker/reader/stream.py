@@ -30,6 +30,8 @@ from headframe_worker.stores.open import open_store
 _LOCAL_READ_BYTES = 64 << 20
 _REMOTE_READ_BYTES = 8 << 20
 _THREADS = 8
+_LENGTH_FIELD_BYTES = 8
+"""At the start of every part."""
 
 
 class StatesStream(IterableDataset[Sample]):
@@ -86,13 +88,17 @@ class StatesStream(IterableDataset[Sample]):
         places = [(shard.index, part) for shard in plan.shards for part in range(shard.parts)]
         waiting = {part_key(*place): (number, *place) for number, place in enumerate(places)}
         while True:
-            finished = not self._follow or _is_finished(store)  # before listing: nothing comes after _SUCCESS
+            finished = _is_finished(store)  # before listing: nothing comes after _SUCCESS
             yield [
                 _Committed(*place, info.size_bytes)
                 for info in store.list(STATES_PREFIX)
                 if (place := waiting.pop(info.key, None)) is not None
             ]
-            if finished or not waiting:
+            if finished:  # a listing that lags does not show all; of a failed shard there may be nothing
+                there = in_order(store.exists, list(waiting), threads=_THREADS)
+                unlisted = zip(waiting.values(), there, strict=True)
+                yield [_Committed(*place, _LENGTH_FIELD_BYTES) for place, is_there in unlisted if is_there]
+            if finished or not self._follow or not waiting:
                 return
             time.sleep(self._poll_seconds)
 
@@ -105,7 +111,8 @@ class _Committed:
     """Over all shards."""
     shard: int
     part: int
-    size_bytes: int
+    at_least_bytes: int
+    """Its size, or less."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def _runs(store: Store, tokens: _ShardTokens, parts: Sequence[_Committed], run_b
     """The samples of these parts in runs of about `run_bytes`."""
     for place in parts:
         key = part_key(place.shard, place.part)
-        part = read_small_tensors(store, key, read_header(store, key, at_least_bytes=place.size_bytes))
+        part = read_small_tensors(store, key, read_header(store, key, at_least_bytes=place.at_least_bytes))
         token_bytes = max(1, part.header.sample_range(0, 1)[1])
         start = 0
         for index in range(len(part.rows)):
