@@ -1,5 +1,6 @@
 """The CRD on a real API server: it refuses what the models refuse, with the field's name, and takes what they take."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from kubernetes.client.exceptions import ApiException
 
 from testbed.control_plane import ControlPlane
 from testbed.manifests import Json, invalid_specs, manifest, merge, valid_specs
+from testbed.tools import go_tool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 BASE = valid_specs()["as little as possible"]
@@ -53,12 +55,48 @@ def test_unknown_fields_are_refused(api: CustomObjectsApi) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_apply(api: CustomObjectsApi, path: Path) -> None:
-    jobs = [document for document in yaml.safe_load_all(path.read_text()) if document["kind"] == "ExtractionJob"]
-    assert jobs
-    for job in jobs:
-        job["metadata"].pop("namespace", None)
-        assert create(api, job, dry_run="All")
+def test_examples_apply(control_plane: ControlPlane, path: Path) -> None:
+    """Everything in the file, as the API server would take it: no unknown field in any document."""
+    documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
+    for document in documents:
+        document["metadata"].pop("namespace", None)
+    assert any(document["kind"] == "ExtractionJob" for document in documents)
+    said = control_plane.kubectl(
+        "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump_all(documents)
+    )
+    assert said.count("(server dry run)") == len(documents)
+
+
+def test_a_training_waits_for_its_extraction_with_the_rights_of_the_example(control_plane: ControlPlane) -> None:
+    """`kubectl wait`, as the example's training Job calls it, by the example's service account."""
+    documents = list(
+        yaml.safe_load_all((Path(__file__).parents[2] / "examples/train-after-extraction.yaml").read_text())
+    )
+    training = next(document for document in documents if document["kind"] == "Job")["spec"]["template"]["spec"]
+    command = [*training["initContainers"][0]["command"][1:], "--timeout=60s"]
+    job = next(document for document in documents if document["kind"] == "ExtractionJob")
+    with control_plane.namespace() as namespace:
+        rights = [document for document in documents if document["kind"] != "Job"]
+        control_plane.kubectl("apply", "-n", namespace, "-f", "-", stdin=yaml.safe_dump_all(rights))
+        account = control_plane.kubeconfig_of_service_account(namespace, training["serviceAccountName"])
+        kubectl = [str(go_tool("kube", "kubectl")), f"--kubeconfig={account}", "-n", namespace]
+        with subprocess.Popen(
+            [*kubectl, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as waiting:
+            objects = CustomObjectsApi(control_plane.client())
+            name = job["metadata"]["name"]
+            condition = {"type": "Complete", "status": "True", "reason": "Succeeded", "message": "done"}
+            condition["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+            assert waiting.poll() is None
+            objects.patch_namespaced_custom_object_status(
+                RESOURCE[0], RESOURCE[1], namespace, RESOURCE[3], name, {"status": {"conditions": [condition]}}
+            )
+            said = waiting.communicate(timeout=90)[0]
+        assert (waiting.returncode, said.strip()) == (0, f"extractionjob.headframe.dev/{name} condition met")
+        denied = subprocess.run(
+            [*kubectl, "delete", f"extractionjob/{name}"], capture_output=True, text=True, check=False
+        )
+        assert "Forbidden" in denied.stderr
 
 
 @pytest.mark.parametrize(
