@@ -166,7 +166,7 @@ def train_arguments(run: Run, output: Path, save: Path) -> list[Any]:
         "train-with", "speculators", output, "--work", run.work / f"training-{save.name}", "--",
         "--speculator-type", "dflash", "--num-layers", size.draft_layers, "--block-size", size.block,
         "--max-anchors", size.anchors, "--total-seq-len", size.tokens_a_step, "--epochs", size.epochs,
-        "--mask-token-id", mask_token(run), "--num-workers", min(8, os.cpu_count() or 1), "--save-path", save,
+        "--mask-token-id", mask_token(run), "--num-workers", min(4, os.cpu_count() or 1), "--save-path", save,
     ]  # fmt: skip
 
 
@@ -339,7 +339,7 @@ def measure(run: Run, out: Path | None, train_seconds: float) -> None:
     greedy = [greedy_dataset[index] for index in range(len(greedy_dataset))]
     accepted: dict[int, dict[str, float]] = {}
     with run.timed("acceptance"):
-        for step in sorted(checkpoints, key=lambda each: (0 < each < max(checkpoints), each)):
+        for step in sorted(checkpoints, key=lambda each: (0 < each < max(checkpoints, default=0), each)):
             accepted[step] = acceptance(run, checkpoints[step], unseen, greedy)
             know("acceptance", accepted)
 

@@ -14,10 +14,12 @@ import torch
 from smollm2_output import DFLASH, LAYERS, identity, smollm2, states_of, write_smollm2
 from synthetic_output import write_extracted
 from tiny_models import VOCABULARY, save
+from typer.testing import CliRunner
 
-from headframe_api.errors import ConfigError
+from headframe_api.errors import ConfigError, DataError
 from headframe_api.plan import ModelIdentity
 from headframe_api.spec import ModelSpec, S3Spec
+from headframe_worker.cli.main import app
 from headframe_worker.engine.structure import find_stack
 from headframe_worker.finalize.stage import finalize
 from headframe_worker.meter import Meter
@@ -174,10 +176,8 @@ def test_a_model_that_knows_nothing_is_not_blamed_for_its_states(tmp_path: Path)
         refuse=False,
     )
     finalize(output.job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
-    ends = load_ends(identity_of_model, ModelAccess(), head=True)
-    [fault] = head_check(StatesDataset(output.directory), ends).faults
-    assert "cannot read this text" in fault.problem
-    assert "--deep" in fault.problem
+    with pytest.raises(DataError, match=r"1 faults(.|\n)*cannot read this text(.|\n)*--deep computes samples again"):
+        CliRunner().invoke(app, ["verify", str(output.directory), "--with-head"], catch_exceptions=False)
 
 
 def test_layers_of_the_example_are_the_preset() -> None:
