@@ -5,7 +5,7 @@ Images stay in containerd under `~/.cache/headframe/containerd`; all else of the
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,16 @@ class NodeCluster(ControlPlane):
             imported = subprocess.run(command, stdin=archive, capture_output=True, text=True, check=False)
         if imported.returncode:
             raise RuntimeError(f"could not import {name}: {imported.stderr}")
-        current = known_images(repository)
-        for image in self._run_ctr("images", "list", "--quiet").split():
-            if image.startswith(f"{repository}:") and image not in current:
-                self._run_ctr("images", "remove", image)
+        self._remove_images(repository, kept=known_images(repository))
+
+    def _remove_images(self, repository: str, kept: Sequence[str]) -> None:
+        """Remove the images of a repository that are no longer built, and the kubelet's own names for them, which hold gigabytes too."""
+        digests = {line.split()[0]: line.split()[2] for line in self._run_ctr("images", "list").splitlines()[1:]}
+        stale = {name for name in digests if name.startswith(f"{repository}:") and name not in kept}
+        named = {digest for name, digest in digests.items() if name not in stale and not name.startswith("sha256:")}
+        for name, digest in digests.items():
+            if name in stale or digest not in named:
+                self._run_ctr("images", "remove", "--sync", name)
 
     def _remove_containers(self) -> None:
         if self._containerd.running:
