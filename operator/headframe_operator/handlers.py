@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import kopf
 
@@ -12,6 +12,7 @@ from headframe_api.names import GROUP, JOB_LABEL, PLURAL, VERSION
 from headframe_operator.mirror import Key, Mirror, key_of_extraction
 from headframe_operator.views import ExtractionView, JobView, PodView, extraction_view, job_view, key_of, pod_view
 
+View = TypeVar("View")
 _EXTRACTIONS, _JOBS, _PODS = (GROUP, VERSION, PLURAL), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
@@ -33,6 +34,19 @@ class _Backoffs:
 
     def __iter__(self) -> Iterator[float]:
         return itertools.chain((0.5, 1, 2), itertools.repeat(4))
+
+
+def _relieved(view: View, body: kopf.Body) -> View:
+    """The view, after the object itself was emptied of what nobody reads any more.
+
+    When it starts, kopf keeps every object until all are listed; thousands of whole pods would be the operator's largest
+    memory by far.
+    """
+    raw: dict[str, Any] = dict(body)
+    raw["metadata"].pop("managedFields", None)
+    raw["spec"].clear()
+    raw.get("status", {}).clear()
+    return view
 
 
 def register(
@@ -74,11 +88,11 @@ def register(
 
     @kopf.index(*_JOBS, id="jobs", registry=registry)
     async def jobs(body: kopf.Body, **_: Any) -> dict[Key, JobView]:
-        return {key_of(body): job_view(body)}
+        return {key_of(body): _relieved(job_view(body), body)}
 
     @kopf.index(*_PODS, id="pods", registry=registry)
     async def pods(body: kopf.Body, **_: Any) -> dict[Key, PodView]:
-        return {key_of(body): pod_view(body)}
+        return {key_of(body): _relieved(pod_view(body), body)}
 
     @kopf.on.event(*_EXTRACTIONS, registry=registry)
     async def extraction_changed(body: kopf.Body, type: str | None, **_: Any) -> None:  # noqa: A002  (kopf's word)

@@ -20,9 +20,9 @@ from testbed.images import known_images
 from testbed.installed import BUCKET, EXAMPLE, NAMESPACE, Installed, headframe_installed
 from testbed.network_policies import network_policies_enforced
 from testbed.node import NODE_NAME, NodeCluster
-from testbed.process import wait_until
+from testbed.process import Process, wait_until
 from testbed.prometheus import Prometheus
-from testbed.tools import require
+from testbed.tools import go_tool, require
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 Json = dict[str, Any]
@@ -51,6 +51,8 @@ class Run:
     prometheus: Prometheus
     started: float
     ended: float
+    watched: str
+    """What `kubectl get xj -w` printed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,17 @@ def quickstart(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -
         Prometheus(tmp_path_factory.mktemp("prometheus"), installed.cluster, installed.documents()) as prometheus,
     ):
         started = time.time()
-        apply_example(installed, namespace)
-        status = wait_for_success(installed, namespace)
-        yield Run(namespace, status, prometheus, started, time.time())
+        printed = tmp_path_factory.mktemp("kubectl") / "watch"
+        words = [f"--kubeconfig={installed.cluster.kubeconfig}", "get", "xj", "-n", namespace, "-w"]
+        watch = Process([go_tool("kube", "kubectl"), *words], printed, ready=lambda: True)
+        watch.start()
+        try:
+            apply_example(installed, namespace)
+            status = wait_for_success(installed, namespace)
+            wait_until(lambda: "Succeeded" in printed.read_text())
+        finally:
+            watch.stop()
+        yield Run(namespace, status, prometheus, started, time.time(), printed.read_text())
 
 
 @pytest.fixture
@@ -213,6 +223,22 @@ def test_the_quickstart_succeeds(installed: Installed, quickstart: Run) -> None:
     true = {condition["type"] for condition in status["conditions"] if condition["status"] == "True"}
     assert true == {"Prepared", "Extracted", "Complete"}
     verify("cluster-quickstart", installed, "--deep")
+
+
+def test_kubectl_shows_it_live(installed: Installed, quickstart: Run) -> None:
+    rows = [line.split() for line in quickstart.watched.splitlines()[1:]]
+    phases = [row[1] for row in rows if len(row) > 2]  # the first row of all has no phase yet
+    in_order = ["Pending", "Preparing", "Extracting", "Finalizing", "Succeeded"]
+    assert [phase for phase in in_order if phase in phases] == list(dict.fromkeys(phases))
+    assert phases[-1] == "Succeeded"
+    # NAME PHASE % SAMPLES/S ETA SHARDS AGE
+    live = [row for row in rows if row[1] == "Extracting" and len(row) == 7]
+    assert any(0 < float(percent) < 100 and float(rate) > 0 for _, _, percent, rate, *_ in live), quickstart.watched
+    described = installed.cluster.kubectl("describe", "xj", "cluster-quickstart", "-n", quickstart.namespace)
+    assert f"the plan has {SAMPLES} samples with" in described
+    assert "4/4 shards are done; verifies all shards and writes the manifest" in described
+    assert "all states are extracted and verified" in described
+    assert "Warning" not in described
 
 
 def test_prometheus_sees_the_run(quickstart: Run) -> None:
