@@ -31,6 +31,8 @@ class Audit:
         self._settings = settings
         self._behind: dict[str, tuple[float, int]] = {}
         self._passed_at: float | None = None
+        self.objects = 0
+        """ExtractionJobs and Jobs that the API server holds."""
 
     @property
     def dead_watch(self) -> str | None:
@@ -72,7 +74,7 @@ class Audit:
                 for x in self._mirror.extractions():
                     self._queue.add(key_of_extraction(x.namespace, x.name))
         self._note_lag(held, self._told())
-        self._passed_at = time.monotonic()
+        self._passed_at, self.objects = time.monotonic(), len(held)
 
     def _note_lag(self, held: Mapping[str, int], told: Mapping[str, int]) -> None:
         now = time.monotonic()

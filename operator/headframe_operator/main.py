@@ -17,6 +17,7 @@ from headframe_api.names import GROUP, PLURAL, VERSION
 from headframe_operator.api_server import ApiError, ApiServer, connect
 from headframe_operator.audit import Audit
 from headframe_operator.handlers import register
+from headframe_operator.kopf_start import start_in_linear_time
 from headframe_operator.logs import configure_logs
 from headframe_operator.metrics import JobsCollector
 from headframe_operator.mirror import Key, Mirror
@@ -43,9 +44,11 @@ class Operator:
         self._audit: Audit | None = None
         self._queue: WorkQueue | None = None
         self._collector: JobsCollector | None = None
+        self._woken = False
 
     async def run(self) -> None:
         """Watch and act until SIGTERM or SIGINT, which kopf takes while it runs, or until the watches fail."""
+        start_in_linear_time()
         registry = kopf.OperatorRegistry()
         kopf.on.login(registry=registry)(kopf.login_via_client)
         register(
@@ -76,7 +79,10 @@ class Operator:
         """Why it does not serve yet, or not now."""
         if self._audit is None:
             return "the watches have not started"
-        return None if self._audit.passed else "the API server has not answered lately"
+        if not self._audit.passed:
+            return "the API server has not answered lately"
+        # kopf tells of nothing before it has listed everything.
+        return "not all that exists is listed yet" if self._audit.objects and not self._woken else None
 
     def _start(self, mirror: Mirror) -> None:
         poller = Poller(self._session, self._settings)
@@ -100,6 +106,7 @@ class Operator:
             await self._queue.stop()
 
     def _wake(self, key: Key) -> None:
+        self._woken = True
         if self._queue is not None:
             self._queue.add(key)
 
