@@ -98,7 +98,7 @@ def pod(stage: str, index: int | None = None, **changes: Any) -> Json:
         reason, message = changes["wait"]
         state = {"waiting": {"reason": reason, "message": message}}
     if changes.get("run"):
-        phase, ready, state = "Running", True, {"running": {"startedAt": EARLIER}}
+        phase, ready, state = "Running", changes.get("probed", True), {"running": {"startedAt": EARLIER}}
         conditions.append({"type": "Ready", "status": str(changes.get("ready", True))})
     if "exit" in changes:
         code = changes["exit"]

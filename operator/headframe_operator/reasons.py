@@ -206,7 +206,10 @@ def _workers_silent(stage: Stage) -> Obstacle | None:
             )
         if poll.progress is not None and poll.progress.state == "waiting":
             return Obstacle("WorkerWaiting", f"{where} waits: {poll.progress.message}")
-        if poll.error and stage.now - poll.at > _LONG_SILENCE:
+        served = (
+            pod.container_ready or poll.progress is not None
+        )  # else it still starts, which its startup probe bounds
+        if poll.error and served and stage.now - poll.at > _LONG_SILENCE:
             return Obstacle("WorkerUnreachable", f"{where} does not answer on port 8080: {poll.error}")
     return None
 

@@ -1,5 +1,6 @@
 """The decision by tables: what is observed, and what must come of it."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_the_pods_read_the_manifest_that_was_applied() -> None:
     read = parse_job(yaml.safe_load(environment["HEADFRAME_JOB"]))
     assert read.spec == parse_job(x).spec
     assert "nvidia.com/gpu" not in str(container["resources"])
+
+
+@pytest.mark.parametrize(("probed", "reason"), [(True, "WorkerUnreachable"), (False, "Extracting")])
+def test_a_worker_that_still_starts_need_not_answer(probed: bool, reason: str) -> None:
+    x = extraction(None, {"phase": "Extracting", "plan": PLAN})
+    starting = pod("extract", 0, run=True, probed=probed, uid="p")
+    silent = {"p": Poll(at=NOW - timedelta(seconds=60), error="refused")}
+    status = decide(snapshot(x, [job(x, "extract")], [starting], polls=silent), NOW, SETTINGS).status
+    assert status is not None
+    assert next(c.reason for c in status.conditions if c.type == "Progressing") == reason
 
 
 def test_a_new_phase_is_told_by_what_it_is_about() -> None:
