@@ -260,7 +260,7 @@ def laboratory(pods: int, shards: int, seconds: float, hold: threading.Event) ->
     threading.Thread(target=loop.run_forever, daemon=True).start()
     asyncio.run_coroutine_threadsafe(answer_for_workers(), loop).result()
     nodes = {"count": pods // PODS_PER_NODE + 2, "gpus": 1000, "script": script_of(shards, seconds, hold), "keep": True}
-    with ControlPlane(folder, audit_users=(USER,)) as cluster, ScriptedNodes(cluster, **nodes):
+    with ControlPlane(folder, audit_users=(USER,), node_grace_seconds=600) as cluster, ScriptedNodes(cluster, **nodes):
         install_crd(cluster)
         access = ClusterAccess(folder, cluster.url, cluster.authority_file, {ADMIN: cluster.token(ADMIN)})
         here, there = multiprocessing.get_context("spawn").Pipe()
