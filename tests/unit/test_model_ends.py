@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +27,22 @@ from headframe_worker.meter import Meter
 from headframe_worker.model_ends.checkpoint import ModelAccess
 from headframe_worker.model_ends.ends import ModelEnds, load_ends
 from headframe_worker.model_ends.head_check import HeadCheck, head_check
-from headframe_worker.model_source import locate_model
+from headframe_worker.model_source import ModelFiles, locate_model
 from headframe_worker.prepare.model_structure import describe_model
 from headframe_worker.reader import StatesDataset
 from headframe_worker.stores.local import LocalStore
 
 
+def described_files(directory: Path) -> ModelFiles:
+    return locate_model(_spec(directory), S3Spec(), scratch=directory, weights=False)
+
+
 def described(directory: Path) -> ModelIdentity:
-    spec = ModelSpec(source=str(directory), dtype="float32", gpus=0)
-    return describe_model(locate_model(spec, S3Spec(), scratch=directory, weights=False), spec)[0]
+    return describe_model(described_files(directory), _spec(directory))[0]
+
+
+def _spec(directory: Path) -> ModelSpec:
+    return ModelSpec(source=str(directory), dtype="float32", gpus=0)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,9 @@ def described(directory: Path) -> ModelIdentity:
     ],
 )
 def test_norm_and_head_are_the_models_own(family: str, tmp_path: Path) -> None:
+    import_module("fla")  # registers classes of its own for some of these model types, wherever it is imported
     model = save(family, tmp_path)
+    assert type(described_files(tmp_path).config()) is type(model.config)
     last: list[torch.Tensor] = []
     layer = find_stack(model).layers[-1]
     layer.register_forward_hook(lambda _m, _i, output: last.append(output[0] if isinstance(output, tuple) else output))

@@ -30,7 +30,9 @@ class PlainStates:
             arguments["quantization_config"] = GgufConfig(dequantize=True)  # the weights that extract computes with
         if attention != "auto":
             arguments["attn_implementation"] = attention
-        model = AutoModelForCausalLM.from_pretrained(files.directory, dtype=_TORCH_DTYPE[plan.model.dtype], **arguments)
+        model = AutoModelForCausalLM.from_pretrained(
+            files.directory, config=files.config(), dtype=_TORCH_DTYPE[plan.model.dtype], **arguments
+        )
         self._plan = plan
         self._device = device
         self._decoder = model.base_model.eval().to(device)
