@@ -62,7 +62,7 @@ class ModelFiles:
         Raises ConfigError where Transformers does not know the model, or its code would have to run without leave.
         """
         import transformers  # noqa: PLC0415  (seconds to import; only those who need it wait)
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: PLC0415
+        from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES  # noqa: PLC0415
 
         with self._loading("configuration"):
             config: Any = transformers.AutoConfig.from_pretrained(self.directory, **self.loading_arguments())
