@@ -12,6 +12,7 @@ from testbed.tools import require
 from testbed.toxiproxy import Toxiproxy
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup` a file stays in one process, and so do all files that use this machine's only real node."""
     for item in items:
