@@ -49,7 +49,7 @@ test-unit: $(MODEL)  ## unit tests, over all cores
 
 .PHONY: test-system
 test-system: $(MODEL)  ## whole jobs here with a real S3 server, the operator on a real API server, pods on a real node
-	@$(BIN)/pytest -q --numprocesses $(SYSTEM_PROCESSES) --dist loadgroup tests/cluster tests/integration tests/gpu
+	@$(BIN)/pytest -q --numprocesses $(SYSTEM_PROCESSES) --dist loadfile --no-loadscope-reorder tests/cluster tests/integration tests/gpu
 
 .PHONY: cluster
 cluster: .venv/installed  ## a Kubernetes on this machine with Headframe installed, until Ctrl-C; needs root and .ci/system-packages

@@ -1,8 +1,10 @@
 """The real components that tests share, each started once in a session by the first test that asks for it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from testbed.control_plane import ControlPlane
 from testbed.kueue import Kueue
@@ -11,13 +13,29 @@ from testbed.s3 import S3Server
 from testbed.tools import require
 from testbed.toxiproxy import Toxiproxy
 
+ON_THE_NODE = ("test_end_to_end", "test_operator_on_node", "test_testbed_images", "test_testbed_node")
+"""Files that use this machine's only real node: one process runs them all, so that none waits for another's."""
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+
+class FileByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Every file in one process, for the sake of its fixtures. `--dist loadgroup` could say so, if it worked with pytest 9."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "node" if Path(file).stem in ON_THE_NODE else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileByFile:
+    """Where tests run side by side, this says which go together."""
+    return FileByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a file stays in one process, and so do all files that use this machine's only real node."""
+    """A file that uses the node is one of those that are known to."""
     for item in items:
-        on_the_node = "node_cluster" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("node" if on_the_node else item.path.stem))
+        if "node_cluster" in getattr(item, "fixturenames", ()) and item.path.stem not in ON_THE_NODE:
+            raise pytest.UsageError(f"{item.path} uses node_cluster: name it in ON_THE_NODE of {__file__}")
 
 
 @pytest.fixture(scope="session")
