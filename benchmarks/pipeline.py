@@ -33,8 +33,9 @@ from headframe_worker.engine.capture import Capture
 from headframe_worker.engine.parts import FilledPart, TokenPart
 from headframe_worker.engine.pipeline import Pipeline
 from headframe_worker.engine.structure import DecoderStack
+from headframe_worker.extract.part_object import part_arrays
 from headframe_worker.format.cut import cut_parts
-from headframe_worker.format.part import PartArrays, encode_part
+from headframe_worker.format.part import encode_part
 from headframe_worker.meter import WAITS
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.local import LocalStore
@@ -70,15 +71,7 @@ def end_to_end(
     tokens = sum(part.tokens for part in work)
     capture = Capture(stack, layers=layout.layers, last=layout.last)
     meter = CommitMeter()
-    pipeline = Pipeline(
-        capture,
-        dtype=torch.bfloat16,
-        slot_names=layout.slot_names,
-        budget=TokenBudget(budget),
-        meter=meter,
-        stop=threading.Event(),
-        grace_seconds=1,
-    )
+    pipeline = open_pipeline(capture, layout, budget, meter)
     largest = max(part.tokens for part in work)
     total_bytes = tokens * layout.bytes_per_token(hidden)
 
@@ -168,17 +161,24 @@ def batch_ids(part: TokenPart, budget: int) -> list[torch.Tensor]:
     ]
 
 
+def open_pipeline(capture: Capture, layout: StatesLayout, budget: int, meter: CommitMeter) -> Pipeline:
+    """The worker's pipeline in bfloat16, with batches of `budget` tokens, that nobody stops."""
+    return Pipeline(
+        capture,
+        dtype=torch.bfloat16,
+        slot_names=layout.slot_names,
+        budget=TokenBudget(budget),
+        meter=meter,
+        stop=threading.Event(),
+        grace_seconds=1,
+    )
+
+
 def writer(layout: StatesLayout, hidden: int, store: Store | None, meter: CommitMeter) -> Callable[[FilledPart], None]:
     """What the pipeline does with a filled part."""
 
     def write(filled: FilledPart) -> None:
-        arrays = PartArrays(
-            hidden_states=filled.states,
-            token_ids=filled.token_ids,
-            loss_mask=filled.loss_mask,
-            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(filled.lengths)]),
-            rows=filled.rows,
-        )
+        arrays = part_arrays(filled)
         metadata = PartMetadata(
             plan="benchmark",
             shard=0,

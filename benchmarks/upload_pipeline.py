@@ -15,16 +15,15 @@ from typing import Any, cast
 
 import psutil
 import torch
-from pipeline import token_parts, writer
+from pipeline import open_pipeline, token_parts, writer
 from torch import Tensor, nn
 
 from headframe_api.layers import hugging_face_indexes, preset_layers
 from headframe_api.plan import StatesLayout
 from headframe_worker.bench.commits import CommitMeter, steady_bytes_per_second
-from headframe_worker.engine.budget import TokenBudget, default_tokens
+from headframe_worker.engine.budget import default_tokens
 from headframe_worker.engine.capture import Capture
 from headframe_worker.engine.parts import FilledPart
-from headframe_worker.engine.pipeline import Pipeline
 from headframe_worker.engine.structure import DecoderStack
 from headframe_worker.stores.base import Store
 
@@ -91,15 +90,7 @@ def forward_and_upload(store: Store, bytes_per_second: float, rounds: int) -> di
             write(filled)
             memory.append(psutil.Process().memory_info().rss)
 
-        pipeline = Pipeline(
-            capture,
-            dtype=torch.bfloat16,
-            slot_names=layout.slot_names,
-            budget=TokenBudget(budget),
-            meter=meter,
-            stop=threading.Event(),
-            grace_seconds=1,
-        )
+        pipeline = open_pipeline(capture, layout, budget, meter)
         pipeline.run(iter(parts), largest_part_tokens=max(part.tokens for part in parts), write=write_and_look)
         pipeline.close()
         rates[uploads].append(steady_bytes_per_second(meter.commits) or 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,16 @@ def _whole_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """PyTorch raises on every implicit synchronisation in here."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("family", SHAPES)
 def test_the_gpu_gives_the_states_of_the_cpu(tmp_path: Path, family: str, fuse: bool) -> None:
@@ -166,11 +177,8 @@ def test_no_forward_waits_for_the_device(tmp_path: Path, family: str) -> None:
     parts = make_parts()
     engine = open_engine(tmp_path, GPU, parts)
     run(engine, parts)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         run(engine, parts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -228,11 +236,8 @@ def test_no_spread_forward_waits_for_a_device(tmp_path: Path, family: str) -> No
     for devices in spread_over():
         engine = open_engine(tmp_path, devices, parts, dtype=torch.bfloat16)
         run(engine, parts)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             run(engine, parts)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         engine.close()
 
 

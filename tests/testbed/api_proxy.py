@@ -2,7 +2,6 @@
 
 import asyncio
 import ssl
-import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -13,6 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from testbed.control_plane import ControlPlane
+from testbed.loop_thread import LoopThread
 from testbed.process import free_port
 
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "host", "content-encoding", "accept-encoding"}
@@ -38,8 +38,7 @@ class ApiProxy:
         self._identity = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._identity.load_cert_chain(pair.certificate, pair.key)
         self._frozen = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="api-proxy", daemon=True)
+        self._thread = LoopThread("api-proxy")
 
     def freeze_watches(self) -> None:
         """From now on no watch tells anything, neither those that are open nor new ones; all connections stay open."""
@@ -58,12 +57,10 @@ class ApiProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._do(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.stop()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        self._thread.do(work, 30)
 
     async def _open(self) -> None:
         self._closing = asyncio.Event()

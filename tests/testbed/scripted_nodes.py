@@ -16,23 +16,22 @@ import asyncio
 import itertools
 import json
 import os
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import aiohttp
 
 from testbed.cluster_access import ClusterAccess
+from testbed.loop_thread import LoopThread, Result
 from testbed.process import wait_until
 from testbed.scripted_pod import TERMINAL_PHASES, Api, Json, ScriptedPod
 
 Script = Callable[[ScriptedPod], Awaitable[None]]
-Result = TypeVar("Result")
 _HEARTBEAT_SECONDS = 5
 _RETRY_SECONDS = 0.2
 _NETWORK = f"127.{os.getpid() % 250 + 1}"
@@ -87,8 +86,7 @@ class ScriptedNodes:
         self._parts: dict[str, _Part] = {}
         self._silent: set[str] = set()
         self._errors: list[BaseException] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="scripted-nodes", daemon=True)
+        self._thread = LoopThread("scripted-nodes")
 
     @property
     def pods(self) -> list[ScriptedPod]:
@@ -120,9 +118,7 @@ class ScriptedNodes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._do(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.stop()
         if self._errors and error is None:
             raise self._errors[0]
 
@@ -132,7 +128,7 @@ class ScriptedNodes:
         return spec is not None and {taint.key for taint in spec.taints or []} <= {t["key"] for t in self._taints}
 
     def _do(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+        return self._thread.do(work, 120)
 
     async def _open(self) -> None:
         self._api = Api(self._cluster)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headframe_api.errors import StoppedError
-from headframe_worker.cli.console import Json, Quiet, err, out, print_note, print_warning
+from headframe_worker.cli.console import Json, Quiet, err, facts_table, out, print_note, print_warning
 from headframe_worker.cli.output_argument import Scratch
 from headframe_worker.cli.run import JobFile
 from headframe_worker.job_file import load_job
@@ -100,7 +100,7 @@ def command(
             )
     out.print(_speeds(result))
     out.print()
-    out.print(_facts(manifest, result))
+    out.print(facts_table(_lines(manifest, result)))
 
 
 def _document(job: ExtractionJob, result: BenchResult) -> dict[str, Any]:
@@ -148,15 +148,6 @@ def _speeds(result: BenchResult) -> Table:
         share = "" if before is None else f"{rate / before:.1%}"
         table.add_row(Text(name, style="bold"), f"{rate:,.0f}", human_flops(rate * result.flops_per_token), share)
         before = rate
-    return table
-
-
-def _facts(job: ExtractionJob, result: BenchResult) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _lines(job, result):
-        table.add_row(name, Text(value))
     return table
 
 

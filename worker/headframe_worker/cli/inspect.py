@@ -14,7 +14,7 @@ from rich.text import Text
 from headframe_api.errors import HeadframeError
 from headframe_api.manifests import DatasetManifest
 from headframe_api.names import JOB_KEY
-from headframe_worker.cli.console import Json, out, print_note
+from headframe_worker.cli.console import Json, facts_table, out, print_note
 from headframe_worker.cli.export import Trainer
 from headframe_worker.cli.output_argument import Output, open_output
 from headframe_worker.size import human_bytes
@@ -46,7 +46,7 @@ def command(
         if json:
             out.print_json(manifest.to_json().decode())
         else:
-            out.print(_summary(output, manifest))
+            out.print(facts_table(_summary_lines(output, manifest)))
         return
     from headframe_worker.reader.contents import sample_contents
     from headframe_worker.reader.dataset import StatesDataset
@@ -69,15 +69,6 @@ def _print_numbers(manifest: DatasetManifest, trainer: Trainer, *, json: bool) -
         out.print(Text(f"{name} {value}"))
     for note in numbers.notes:
         print_note(note)
-
-
-def _summary(uri: str, manifest: DatasetManifest) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _summary_lines(uri, manifest):
-        table.add_row(name, Text(value))
-    return table
 
 
 def _summary_lines(uri: str, manifest: DatasetManifest) -> list[tuple[str, str]]:

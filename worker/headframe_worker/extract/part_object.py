@@ -14,14 +14,6 @@ from headframe_worker.prepare.tokens_file import TokensShard
 
 def part_object(plan: Plan, shard: ShardPlan, tokens: TokensShard, filled: FilledPart) -> list[memoryview]:
     """The object's bytes as buffers to be written one after the other; views of the filled part, not copies."""
-    arrays = PartArrays(
-        hidden_states=filled.states,
-        token_ids=filled.token_ids,
-        loss_mask=filled.loss_mask,
-        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(filled.lengths)]),
-        rows=filled.rows,
-        scales=filled.scales,
-    )
     metadata = PartMetadata(
         plan=plan.digest,
         shard=shard.index,
@@ -43,9 +35,21 @@ def part_object(plan: Plan, shard: ShardPlan, tokens: TokensShard, filled: Fille
         statistics=list(filled.statistics),
     )
     return encode_part(
-        arrays,
+        part_arrays(filled),
         metadata,
         slots=plan.states.slots,
         hidden_size=plan.model.hidden_size,
         dtype=plan.states.dtype,
+    )
+
+
+def part_arrays(filled: FilledPart) -> PartArrays:
+    """A filled part as the format names its arrays; nothing is copied but the lengths."""
+    return PartArrays(
+        hidden_states=filled.states,
+        token_ids=filled.token_ids,
+        loss_mask=filled.loss_mask,
+        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(filled.lengths)]),
+        rows=filled.rows,
+        scales=filled.scales,
     )
