@@ -218,6 +218,12 @@ def test_speculators_float8(tmp_path: Path, kept_as: Any) -> None:
         ({"layers": (-1, 2)}, lambda plan: SpecForge(plan, NOWHERE, strategy="dflash"), "-1"),
         ({"layers": (-1, 2)}, lambda plan: ModelOpt(plan, NOWHERE), "-1"),
         ({"layers": (4, 2)}, lambda plan: DeepSpec(plan, NOWHERE), "ascending"),
+        ({"layers": (1, 5)}, lambda plan: DeepSpec(plan, NOWHERE), r"last decoder layer \(5\) after the final norm"),
+        ({"layers": (1, 5)}, lambda plan: ModelOpt(plan, NOWHERE), "after the final norm"),
+        ({"layers": (4, 2)}, lambda plan: ModelOpt(plan, NOWHERE), "ascending"),
+        ({"layers": (4, 2)}, Speculators, "ascending"),
+        ({"layers": (4, 2)}, lambda plan: SpecForge(plan, NOWHERE, strategy="dflash"), "ascending"),
+        ({"layers": (1, 2)}, lambda plan: SpecForge(plan, NOWHERE, strategy="eagle3"), "exactly 3 layers"),
         ({}, lambda plan: TorchFiles(plan, dtype="float8_e4m3fn"), "no place for its scales"),
     ],
 )

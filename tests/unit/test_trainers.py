@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -19,10 +20,10 @@ from headframe_worker.meter import Meter
 from headframe_worker.stores.local import LocalStore
 
 
-def finished(directory: Path, *, last: str = "preNorm") -> SyntheticOutput:
+def finished(directory: Path, *, last: str = "preNorm", layers: Sequence[int] | None = None) -> SyntheticOutput:
     output = write_extracted(
         LocalStore(directory / "output"),
-        layers=preset_layers("dflash", 64),
+        layers=tuple(layers or preset_layers("dflash", 64)),
         last=last,
         model=MADE_UP.model_copy(update={"num_layers": 64, "hidden_size": 16}),
     )
@@ -47,12 +48,23 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> SyntheticOutput:
         ("speculators", "--target-layer-ids 2 17 32 47 62\n"),
         ("specforge", "dflash_config.target_layer_ids [1, 16, 31, 46, 61]\n"),
         ("modelopt", "--aux-layers 1,16,31,46,61\n"),
+        ("modelopt", "dflash.dflash_architecture_config.num_hidden_layers 5\n"),
         ("deepspec", "model.target_layer_ids [1, 16, 31, 46, 61]\n"),
         ("torch", "layers (0-based outputs of decoder layers) 1 16 31 46 61\n"),
     ],
 )
 def test_inspect_prints_a_trainers_own_numbers(output: SyntheticOutput, trainer: str, line: str) -> None:
     assert line in run("inspect", str(output.directory), "--for", trainer)
+
+
+def test_model_optimizers_dflash_chooses_its_layers_itself(tmp_path: Path) -> None:
+    output = finished(tmp_path, layers=(1, 31, 60))
+    printed = run("inspect", str(output.directory), "--for", "modelopt")
+    assert "eagle_aux_hidden_state_layer_ids [1, 31, 60]\n" in printed
+    assert "its DFlash reads layers [1, 31, 61]" in printed
+    assert "eagle_aux_hidden_state_layer_ids [1, 31, 60]\n" in run(
+        "inspect", str(output.directory), "--for", "specforge"
+    )
 
 
 def test_the_training_command_holds_what_the_dataset_knows(output: SyntheticOutput, tmp_path: Path) -> None:

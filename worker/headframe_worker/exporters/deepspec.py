@@ -1,6 +1,7 @@
 """DeepSpec's target cache, version 2: few large shards and an index of fixed-size records.
 
-Checked against deepseek-ai/DeepSpec afdfa7c: deepspec/data/target_cache_dataset.py, scripts/data/prepare_target_cache.py.
+Checked against deepseek-ai/DeepSpec afdfa7c: deepspec/data/target_cache_dataset.py,
+scripts/data/prepare_target_cache.py, and deepspec/eval/base_evaluator.py, which refuses the last decoder layer.
 
     shard-00000.bin    sample after sample: input_ids [T] int32, attention_mask [T] uint8 (ones), loss_mask [T] uint8,
                        target_hidden_states [T, L*H] bfloat16, target_last_hidden_states [T, H] bfloat16 (after the final norm)
@@ -20,10 +21,10 @@ from typing import Any
 
 import torch
 
-from headframe_api.errors import ConfigError
 from headframe_api.plan import Plan
 from headframe_worker.exporters.export import Advance, PartDone, SourceKey
-from headframe_worker.exporters.last_state import PostNorm, layers_side_by_side
+from headframe_worker.exporters.kept_layers import layers_side_by_side, need_ascending, need_no_last_layer
+from headframe_worker.exporters.last_state import PostNorm
 from headframe_worker.exporters.samples import Sample, SourceDataset, SourcePart
 from headframe_worker.model_ends.checkpoint import ModelAccess
 from headframe_worker.stores.base import Store
@@ -36,13 +37,9 @@ class DeepSpec:
     """See the module."""
 
     def __init__(self, plan: Plan, access: ModelAccess, *, min_loss_tokens: int = 0) -> None:
-        layers = plan.states.layers
-        if not layers or layers != sorted(layers):
-            raise ConfigError(
-                f"DeepSpec wants layers in ascending order; this dataset keeps spec.states.layers: {layers}",
-                reason="NotRepresentable",
-            )
-        self._layers = len(layers)
+        need_ascending(plan.states, "DeepSpec")
+        need_no_last_layer(plan.states, "DeepSpec")
+        self._layers = len(plan.states.layers)
         self._min_loss_tokens = min_loss_tokens
         self._last = PostNorm.prepare(plan, access, trainer="DeepSpec")
 

@@ -41,18 +41,3 @@ def need_last(states: StatesLayout, trainer: str) -> None:
             f"{trainer} needs the last state, and this dataset was extracted with spec.states.last: none; extract it with preNorm",
             reason="NotRepresentable",
         )
-
-
-def need_decoder_layers(states: StatesLayout, trainer: str) -> None:
-    """Raise ConfigError where a kept layer is the embeddings, which the trainer cannot name, or where none is kept."""
-    layers = states.layers
-    if not layers or min(layers) < 0:
-        raise ConfigError(
-            f"{trainer} takes outputs of decoder layers only; this dataset keeps spec.states.layers: {layers} (-1: the embeddings)",
-            reason="NotRepresentable",
-        )
-
-
-def layers_side_by_side(sample: Sample, count: int, dtype: torch.dtype) -> Tensor:
-    """[T, count * H]: the first `count` slots of a token one after the other."""
-    return sample.decoded(dtype)[:, :count].flatten(1).contiguous()

@@ -16,7 +16,8 @@ from headframe_api.plan import Plan
 from headframe_api.spec import StateDtype
 from headframe_worker.exporters.dtypes import export_dtype
 from headframe_worker.exporters.export import FilePerSample
-from headframe_worker.exporters.last_state import PostNorm, layers_side_by_side, need_decoder_layers
+from headframe_worker.exporters.kept_layers import layers_side_by_side, need_decoder_layers
+from headframe_worker.exporters.last_state import PostNorm
 from headframe_worker.exporters.samples import Sample
 from headframe_worker.exporters.torch_files import rows_folder, saved
 from headframe_worker.model_ends.checkpoint import ModelAccess

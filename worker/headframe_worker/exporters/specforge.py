@@ -18,14 +18,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headframe_api.errors import ConfigError
 from headframe_api.plan import Plan
 from headframe_api.spec import StateDtype
 from headframe_worker.exporters.dtypes import export_dtype
 from headframe_worker.exporters.export import FilePerSample
-from headframe_worker.exporters.last_state import PostNorm, layers_side_by_side, need_decoder_layers
+from headframe_worker.exporters.kept_layers import layers_side_by_side, need_decoder_layers
+from headframe_worker.exporters.last_state import PostNorm
 from headframe_worker.exporters.samples import Sample
 from headframe_worker.exporters.torch_files import rows_folder, saved
 from headframe_worker.model_ends.checkpoint import ModelAccess
+from headframe_worker.trainers.numbers import SPECFORGE_EAGLE3_LAYERS
 
 Strategy = Literal["eagle3", "dflash", "domino", "dspark"]
 
@@ -35,6 +38,12 @@ class SpecForge(FilePerSample):
 
     def __init__(self, plan: Plan, access: ModelAccess, *, strategy: Strategy, dtype: StateDtype | None = None) -> None:
         need_decoder_layers(plan.states, "SpecForge")
+        if strategy == "eagle3" and len(plan.states.layers) != SPECFORGE_EAGLE3_LAYERS:
+            raise ConfigError(
+                f"SpecForge's EAGLE-3 takes exactly {SPECFORGE_EAGLE3_LAYERS} layers; this dataset keeps spec.states.layers: "
+                f"{plan.states.layers}; extract with preset: eagle3, or name another --strategy",
+                reason="NotRepresentable",
+            )
         self._strategy = strategy
         self._layers = len(plan.states.layers)
         self._dtype = export_dtype(plan, dtype, trainer="SpecForge")

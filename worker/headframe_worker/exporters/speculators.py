@@ -29,6 +29,7 @@ from headframe_api.names import TOKENS_PREFIX, tokens_key
 from headframe_api.plan import Plan, StatesLayout
 from headframe_api.spec import StateDtype
 from headframe_worker.exporters.export import FilePerSample, PartDone, SourceKey
+from headframe_worker.exporters.kept_layers import need_ascending
 from headframe_worker.exporters.last_state import need_last
 from headframe_worker.exporters.samples import Sample, SourceDataset
 from headframe_worker.exporters.torch_files import saved
@@ -45,7 +46,7 @@ class Speculators(FilePerSample):
     """See the module."""
 
     def __init__(self, plan: Plan, *, dtype: StateDtype | None = None) -> None:
-        need_pre_norm(plan.states)
+        need_representable(plan.states)
         self._dtype = TORCH_DTYPE[dtype or plan.states.dtype]
 
     @property
@@ -76,8 +77,8 @@ class Speculators(FilePerSample):
         write_tokens_directory(source, target)
 
 
-def need_pre_norm(states: StatesLayout) -> None:
-    """Raise ConfigError unless the last state is the one before the norm: speculators' trainer applies the norm itself."""
+def need_representable(states: StatesLayout) -> None:
+    """Raise ConfigError unless the layers ascend and the last state is the one before the norm: the trainer applies it itself."""
     need_last(states, "speculators")
     if states.last != "preNorm":
         raise ConfigError(
@@ -85,8 +86,7 @@ def need_pre_norm(states: StatesLayout) -> None:
             f"{states.last}); a norm cannot be undone: extract with last: preNorm",
             reason="NotRepresentable",
         )
-    if not states.layers:
-        raise ConfigError("speculators needs at least one layer beside the last state", reason="NotRepresentable")
+    need_ascending(states, "speculators")
 
 
 def write_tokens_directory(source: SourceDataset, target: Store) -> None:

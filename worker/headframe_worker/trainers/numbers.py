@@ -11,6 +11,8 @@ from headframe_api.manifests import DatasetManifest
 
 Trainer = Literal["speculators", "specforge", "modelopt", "deepspec", "torch"]
 TRAINERS: tuple[Trainer, ...] = get_args(Trainer)
+SPECFORGE_EAGLE3_LAYERS = 3
+"""specforge/algorithms/model_providers.py: no more, no fewer."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,19 @@ def trainer_numbers(manifest: DatasetManifest, trainer: Trainer) -> TrainerNumbe
         }
         return TrainerNumbers(trainer, settings, (last, "speculators applies the norm itself", *missing))
     if trainer == "specforge":
-        settings = {
-            "draft config, dflash_config.target_layer_ids": _listed(states.layers),
-            "draft config, eagle_config.eagle_aux_hidden_state_layer_ids": _listed(states.layers),
-            "headframe export": "--to specforge --strategy eagle3 | dflash | domino | dspark",
+        eagle3 = len(states.layers) == SPECFORGE_EAGLE3_LAYERS
+        settings = {"draft config, dflash_config.target_layer_ids": _listed(states.layers)}
+        if eagle3:
+            settings["draft config, eagle_config.eagle_aux_hidden_state_layer_ids"] = _listed(states.layers)
+        settings |= {
+            "run config, data.max_length": f"{manifest.lengths.maximum} or more",
+            "headframe export": f"--to specforge --strategy {'eagle3 | ' if eagle3 else ''}dflash | domino | dspark",
         }
         return TrainerNumbers(
             trainer, settings, (last, "SpecForge wants the last state after the norm: the export applies it")
         )
     if trainer == "modelopt":
-        settings = {"--aux-layers": zero_based.replace(" ", ","), "headframe export": "--to modelopt"}
-        return TrainerNumbers(
-            trainer, settings, (last, "the export holds the last state after the norm, as its HF script does")
-        )
+        return _modelopt(manifest, last)
     if trainer == "deepspec":
         settings = {
             "model.target_layer_ids": _listed(states.layers),
@@ -73,6 +75,30 @@ def trainer_numbers(manifest: DatasetManifest, trainer: Trainer) -> TrainerNumbe
         "hidden_states[k] of Hugging Face": _spaced(states.hugging_face_indexes),
     }
     return TrainerNumbers(trainer, settings, (last, *missing))
+
+
+def _modelopt(manifest: DatasetManifest, last: str) -> TrainerNumbers:
+    layers, drafter = manifest.states.layers, "dflash.dflash_architecture_config.num_hidden_layers"
+    dflash = _modelopt_dflash_layers(manifest.model.num_layers, len(layers))
+    fits = dflash == layers
+    settings = {
+        "--aux-layers": ",".join(map(str, layers)),
+        "eagle.eagle_architecture_config.eagle_aux_hidden_state_layer_ids": _listed(layers),
+        **({drafter: str(len(layers))} if fits else {}),
+        "training.training_seq_len": f"{manifest.lengths.maximum} or more",
+        "headframe export": "--to modelopt",
+    }
+    notes = (last, "the export holds the last state after the norm, as its HF script does")
+    other = f"for its EAGLE-3 only: its DFlash reads layers {_listed(dflash)}, and no setting changes that"
+    return TrainerNumbers("modelopt", settings, notes if fits else (*notes, other))
+
+
+def _modelopt_dflash_layers(num_layers: int, draft_layers: int) -> list[int]:
+    """What ModelOpt's DFlash reads, whatever was dumped (modelopt/torch/speculative/plugins/hf_dflash.py: modify)."""
+    if draft_layers <= 1:
+        return [num_layers // 2] * draft_layers
+    first, last = min(1, num_layers - 1), max(min(1, num_layers - 1), num_layers - 3)
+    return [round(first + i * (last - first) / (draft_layers - 1)) for i in range(draft_layers)]
 
 
 def _missing(manifest: DatasetManifest) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from packaging.version import Version
 from headframe_api.errors import ConfigError
 from headframe_api.manifests import DatasetManifest
 from headframe_api.spec import S3Spec
-from headframe_worker.exporters.speculators import need_pre_norm
+from headframe_worker.exporters.speculators import need_representable
 from headframe_worker.reader import StatesDataset
 from headframe_worker.trainers.numbers import speculators_default_layer_ids
 
@@ -92,7 +92,7 @@ class HeadframeBackend(HiddenStatesBackend):  # type: ignore[misc]
 
 def check_training(manifest: DatasetManifest, speculator_type: str, target_layer_ids: list[int] | None) -> None:
     """Raise ConfigError where speculators would take the dataset's slots for other layers, or norm them wrongly."""
-    need_pre_norm(manifest.states)
+    need_representable(manifest.states)
     mine = list(manifest.states.layers_from_one)
     theirs = target_layer_ids or speculators_default_layer_ids(manifest.model.num_layers)
     if speculator_type not in _WITHOUT_LAYERS and theirs != mine:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headframe_api.errors import ConfigError
 from headframe_worker.exporters.samples import SourceDataset
-from headframe_worker.exporters.speculators import need_pre_norm, write_tokens_directory
+from headframe_worker.exporters.speculators import need_representable, write_tokens_directory
 from headframe_worker.stores.local import LocalStore
 from headframe_worker.trainers.numbers import trainer_numbers
 
@@ -31,7 +31,7 @@ def speculators_command(source: SourceDataset, work: Path, arguments: Sequence[s
 
     The user's arguments win over what is filled in. Raises ConfigError where speculators cannot use the dataset.
     """
-    need_pre_norm(source.plan.states)
+    need_representable(source.plan.states)
     write_tokens_directory(source, LocalStore(work))
     known = {
         "--data-path": [str(work)],
