@@ -65,7 +65,7 @@ class Size:
 
 
 SIZES = {
-    "h200": Size(VerifierSize(8192, 512, 12, 512, 64, 40.0), 25_000_000, 1200, 1500, 512, 48, 64, 192, 4, 2, 8, 512, 8192),
+    "h200": Size(VerifierSize(8192, 512, 12, 512, 64, 60.0), 25_000_000, 1200, 1500, 512, 48, 64, 192, 8, 2, 8, 512, 8192),
     "tiny": Size(VerifierSize(600, 64, 8, 64, 8, 20.0), 3_000_000, 80, 200, 128, 3, 16, 24, 2, 1, 4, 64, 512),
 }  # fmt: skip
 
@@ -142,14 +142,17 @@ def make_continuations(run: Run, unseen: Sequence[Sample]) -> None:
     path.write_text("\n".join(json.dumps({"input_ids": row, "loss_mask": mask}) for row in found.tolist()))
 
 
-def said_of_mistake(run: Run, mistake: str) -> str:
-    """What `headframe verify --with-head` says of a dataset with the mistake; a model that has learned little shows none."""
+def said_of_mistake(run: Run, mistake: str) -> dict[str, str]:
+    """What `headframe verify` says of a dataset with the mistake, by its option; a model that has learned little shows its head none."""
     job = run.job(mistake, {"source": str(run.work / "text.jsonl"), "limit": min(60, run.size.samples)})
     headframe("prepare", job)
     command([sys.executable, HERE / "mistaken_extract.py", mistake, job, "--shard", 0, "--port", 0])
     headframe("finalize", job)
-    found = headframe("verify", run.output(mistake), "--with-head", expect=None)
-    return found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
+    said = {}
+    for option in ("--with-head", "--deep"):
+        found = headframe("verify", run.output(mistake), option, expect=None)
+        said[option] = found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
+    return said
 
 
 def wrong_numbering(run: Run, output: Path) -> str:
@@ -304,7 +307,7 @@ def measure(run: Run, out: Path | None, train_seconds: float) -> None:
     def checks(threads: ThreadPoolExecutor) -> None:
         text = run.output("text")
         said = {what: threads.submit(said_of_mistake, run, mistake) for mistake, what in MISTAKES.items()}
-        said["layer ids one too low"] = threads.submit(wrong_numbering, run, text)
+        numbering = threads.submit(wrong_numbering, run, text)
         right = threads.submit(headframe, "verify", text, "--with-head", "--json")
         untrained = threads.submit(
             headframe, *train_arguments(run, text, run.work / "untrained"), "--draft-attn-impl", "sdpa", "--dry-run"
@@ -312,7 +315,8 @@ def measure(run: Run, out: Path | None, train_seconds: float) -> None:
         make_continuations(run, unseen)
         headframe("run", run.job("greedy", {"source": str(run.work / "greedy.jsonl"), "format": "tokens"}), "--quiet")
         know("with_head", json.loads(right.result().stdout)["head"])
-        know("mistakes", {what: str(found.exception() or found.result()) for what, found in said.items()})
+        know("mistakes", {what: found.result() for what, found in said.items()})
+        know("layer ids one too low", numbering.result())
         untrained.result()
 
     with ThreadPoolExecutor() as threads:

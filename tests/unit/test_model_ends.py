@@ -15,6 +15,9 @@ import torch
 from smollm2_output import DFLASH, LAYERS, identity, smollm2, states_of, write_smollm2
 from synthetic_output import write_extracted
 from tiny_models import VOCABULARY, save
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from typer.testing import CliRunner
 
 from headframe_api.errors import ConfigError, DataError
@@ -27,6 +30,7 @@ from headframe_worker.meter import Meter
 from headframe_worker.model_ends.checkpoint import ModelAccess
 from headframe_worker.model_ends.ends import ModelEnds, load_ends
 from headframe_worker.model_ends.head_check import HeadCheck, head_check
+from headframe_worker.model_ends.unit_states import share_after_norm
 from headframe_worker.model_source import ModelFiles, locate_model
 from headframe_worker.prepare.model_structure import describe_model
 from headframe_worker.reader import StatesDataset
@@ -188,6 +192,25 @@ def test_a_model_that_knows_nothing_is_not_blamed_for_its_states(tmp_path: Path)
     finalize(output.job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
     with pytest.raises(DataError, match=r"1 faults(.|\n)*cannot read this text(.|\n)*--deep computes samples again"):
         CliRunner().invoke(app, ["verify", str(output.directory), "--with-head"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_lengths_tell_states_after_the_norm_from_those_before(stored: torch.dtype) -> None:
+    """Without a model that can predict: RMS norms with w and 1 + w, layer norms, gains of all sizes."""
+    torch.manual_seed(0)
+    size = 2048
+    before = torch.randn(500, size) * torch.linspace(0.5, 40, 500).unsqueeze(1)
+
+    def kept(states: torch.Tensor) -> torch.Tensor:
+        scale = states.abs().amax(1, keepdim=True) / 448 if stored == torch.float8_e4m3fn else 1.0
+        return (states / scale).to(stored).float() * scale
+
+    for norm in (LlamaRMSNorm(size), Gemma3RMSNorm(size), nn.LayerNorm(size)):
+        for parameter in norm.parameters():
+            parameter.data = torch.randn(size)
+        assert share_after_norm(kept(norm(before)), norm) == 1.0
+        assert (share_after_norm(kept(before), norm) or 0) < 0.05
+    assert share_after_norm(before, nn.Identity()) is None
 
 
 def test_layers_of_the_example_are_the_preset() -> None:

@@ -1,8 +1,9 @@
 """Is the last state what the manifest says? Put through the model's final norm and head it must predict the next tokens.
 
 A state of another layer or token, or one normed in another way, still makes logits. They are told from the model's own by
-three signs, each read at the temperature that suits it best, so that a model that is merely too sure of itself is not blamed:
+four signs, the losses read at the temperature that suits each best, so that a model that is merely too sure of itself is not blamed:
 
+all have the length that the norm gives                the norm was taken already; or it was not, where they have not
 another reading of the same bytes predicts better      the norm is another, or the token is a neighbour
 logits that are of use only at another temperature      another layer or norm: a model's own are about right as they are
 nothing is predicted beyond how often tokens occur      any of these, or a model that cannot read this text
@@ -24,6 +25,7 @@ from headframe_api.errors import ConfigError
 from headframe_api.manifests import DatasetManifest
 from headframe_worker.finalize.fault import Fault
 from headframe_worker.model_ends.ends import ModelEnds
+from headframe_worker.model_ends.unit_states import share_after_norm
 from headframe_worker.reader import Sample, StatesDataset
 
 _TOKENS = 4096
@@ -38,6 +40,8 @@ _BELIEVABLE = (0.6, 2.0)
 _PREDICTS, _PREDICTS_WELL = 0.9, 0.6
 """Of the loss by frequencies."""
 _MARGIN_NATS = 0.05
+_NORMED = 0.9
+"""Of the tokens."""
 _STANDARD_ERRORS = 4
 _PLACE, _AS_STATED, _BEFORE, _AFTER = "last state", "as stated", "that of the token before", "that of the token after"
 
@@ -56,6 +60,8 @@ class HeadCheck:
     """By which the logits would have to be divided to predict best; about 1 for a model's own logits."""
     best_loss: float = 0.0
     """At that temperature."""
+    after_norm: float | None = None
+    """Share of states that have the length which the final norm gives; None where it gives none."""
     frequency_loss: float = 0.0
     """Of predicting every token by how often it occurs in these samples."""
     other_readings: dict[str, float] = field(default_factory=dict)
@@ -146,6 +152,7 @@ def head_check(
     stated = readings.pop(_AS_STATED)
     check.loss = stated.as_it_is
     check.correct = correct / check.tokens
+    check.after_norm = share_after_norm(torch.cat([_last(sample) for sample in chosen]), ends.norm)
     check.temperature = _TEMPERATURES[stated.best]
     check.best_loss = float(stated.at_best.mean())
     check.frequency_loss = _entropy(torch.cat([sample.token_ids for sample in chosen]))
@@ -153,10 +160,24 @@ def head_check(
     if slot is not None:
         check.deepest_layer_loss = float(layer.at_best.mean())
         readings[f"layer {deepest}"] = layer
-    check.faults = _judged(check, stated, readings)
+    check.faults = _misnormed(check, manifest.states.last) or _judged(check, stated, readings)
     if not check.faults:
         check.notes = _unseen(check, stated, readings)
     return check
+
+
+def _misnormed(check: HeadCheck, last: str) -> list[Fault]:
+    """The norm taken once too often or not at all, by the lengths of the states."""
+    share = check.after_norm
+    if share is None:
+        return []
+    if last == "preNorm" and share > _NORMED:
+        found = f"{share:.0%} of them have the length that the norm gives: each is a state after the final norm"
+    elif last == "postNorm" and share < 1 - _NORMED:
+        found = f"only {share:.0%} of them have the length that the norm gives: each is a state before the final norm"
+    else:
+        return []
+    return [Fault(_PLACE, f"stored as {last}, but {found}")]
 
 
 def _judged(check: HeadCheck, stated: _Reading, others: dict[str, _Reading]) -> list[Fault]:
