@@ -27,7 +27,7 @@ from headframe_api.manifests import (
     SlotStatistics,
     Throughput,
 )
-from headframe_api.names import JOB_KEY, PLAN_KEY, part_key, shard_manifest_key, tokens_key
+from headframe_api.names import JOB_KEY, PLAN_KEY, part_key, quarantine_key, shard_manifest_key, tokens_key
 from headframe_api.parse import parse_job
 from headframe_api.plan import LengthPercentiles, ModelIdentity, Plan, ShardPlan, StatesLayout, TokensIdentity
 from headframe_api.spec import StateDtype
@@ -144,6 +144,8 @@ def write_extracted(
     store.write(JOB_KEY, [memoryview(output.job.model_dump_json(by_alias=True).encode())])
     for key, data in directory_files(len(output.plan.shards), output.plan.digest).items():
         store.write(key, [memoryview(data)])
+    broken = QuarantinedRow(row=None, sample_id="made:60", where="made:60", reason="InvalidJson", message="cut off")
+    store.write(quarantine_key("prepare"), [memoryview(broken.model_dump_json().encode() + b"\n")])
     for shard in output.plan.shards:
         _write_tokens(output, shard)
         write_shard(output, shard)
@@ -163,6 +165,9 @@ def write_shard(output: SyntheticOutput, shard: ShardPlan) -> None:
         parts=entries,
         runs=[_run(shard, len(entries))],
     )
+    lines = b"".join(row.model_dump_json().encode() + b"\n" for entry in entries for row in entry.quarantined)
+    if lines:
+        output.store.write(quarantine_key("extract", shard.index), [memoryview(lines)])
     output.store.write(shard_manifest_key(shard.index), [memoryview(manifest.to_json())])
 
 

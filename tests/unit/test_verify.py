@@ -14,12 +14,22 @@ import pytest
 from synthetic_output import SyntheticOutput, write_extracted
 
 from headframe_api.errors import ConfigError
-from headframe_api.names import MANIFEST_KEY, PLAN_KEY, SAMPLES_KEY, SUCCESS_KEY, part_key, shard_manifest_key
+from headframe_api.names import (
+    MANIFEST_KEY,
+    PLAN_KEY,
+    SAMPLES_KEY,
+    SUCCESS_KEY,
+    part_key,
+    quarantine_key,
+    shard_manifest_key,
+    tokens_key,
+)
 from headframe_worker.checksum import crc64, digest_text
 from headframe_worker.finalize.stage import finalize
 from headframe_worker.finalize.verify import Verification, verify
 from headframe_worker.format.part import header_bytes
 from headframe_worker.meter import Meter
+from headframe_worker.prepare.tokens_file import DATASET_INFO_KEY, STATE_KEY
 from headframe_worker.reader.stored_part import read_header
 from headframe_worker.stores.local import LocalStore
 
@@ -126,6 +136,32 @@ def change_manifest(output: SyntheticOutput, *, reseal: bool) -> None:
         (output.directory / SUCCESS_KEY).write_text(f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n")
 
 
+def spoil_list_offsets(output: SyntheticOutput) -> None:
+    """Make the first sample of a tokens file end far outside the file: Arrow itself reads that without a look."""
+    path = output.directory / tokens_key(1)
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    first = table.column("input_ids").chunk(0).offsets[:4].to_numpy().tobytes()
+    assert first in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(first, first[:4] + b"\xff\xff\xff\x7f" + first[8:]))
+
+
+def spoil_mask(output: SyntheticOutput) -> None:
+    """A value of the mask in tokens/ that is 1 only in its lowest byte."""
+    path = output.directory / tokens_key(1)
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    mask = table.column("loss_mask").chunk(0).values.to_numpy().tobytes()
+    at = path.read_bytes().rindex(mask) + mask.index(b"\x01")
+    data = bytearray(path.read_bytes())
+    data[at + 3] = 1
+    path.write_bytes(data)
+
+
+def replace(output: SyntheticOutput, key: str, old: str, new: str) -> None:
+    path = output.directory / key
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
 def change_index(output: SyntheticOutput, change: Callable[[pa.Table], pa.Table]) -> None:
     path = output.directory / SAMPLES_KEY
     pq.write_table(change(pq.read_table(path)), path)
@@ -185,6 +221,31 @@ DAMAGE: dict[str, tuple[Callable[[SyntheticOutput], object], list[tuple[str, str
     "a changed plan": (
         lambda o: (o.directory / PLAN_KEY).write_text((o.directory / PLAN_KEY).read_text().replace("made/up", "else")),
         [(PLAN_KEY, "was changed after it was made")],
+    ),
+    "offsets of a tokens file that point outside it": (
+        spoil_list_offsets,
+        [(tokens_key(1), "cannot be read as a file of tokens")],
+    ),
+    "a loss mask in tokens/ other than 0 and 1": (spoil_mask, [(tokens_key(1), "values other than 0 and 1")]),
+    "a tokens directory without its list": (
+        lambda o: (o.directory / STATE_KEY).unlink(),
+        [(STATE_KEY, "is missing")],
+    ),
+    "a tokens directory with other columns": (
+        lambda o: replace(o, DATASET_INFO_KEY, "seq_len", "length"),
+        [(DATASET_INFO_KEY, "names other files or columns")],
+    ),
+    "a refused row forgotten": (
+        lambda o: (o.directory / quarantine_key("prepare")).write_text(""),
+        [(quarantine_key("prepare"), "lists {}, the plan counts {'InvalidJson': 1}")],
+    ),
+    "no list of what extract refused": (
+        lambda o: (o.directory / quarantine_key("extract", 0)).unlink(),
+        [(quarantine_key("extract", 0), "names 1 refused samples")],
+    ),
+    "a list of other refused samples": (
+        lambda o: replace(o, quarantine_key("extract", 0), '"row":5', '"row":6'),
+        [(quarantine_key("extract", 0), "lists other samples")],
     ),
     "a broken manifest": (lambda o: (o.directory / MANIFEST_KEY).write_text("{}"), [(MANIFEST_KEY, "cannot be read")]),
 }

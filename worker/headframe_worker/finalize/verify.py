@@ -23,6 +23,11 @@ from headframe_api.names import (
 )
 from headframe_api.plan import Plan
 from headframe_worker.documents import read_manifest, read_plan
+from headframe_worker.finalize.beside_states import (
+    extract_quarantine_faults,
+    prepare_quarantine_faults,
+    tokens_directory_faults,
+)
 from headframe_worker.finalize.fault import Fault
 from headframe_worker.finalize.index_check import index_faults, manifest_faults
 from headframe_worker.finalize.part_content import content_faults
@@ -75,7 +80,7 @@ def verify(
         folder = Path(name)
         expected = folder / SAMPLES_KEY
         found = _read_shards(plan, manifest, store, sizes, expected, on_bytes)
-        faults += found.faults
+        faults += [*found.faults, *tokens_directory_faults(plan, store), *prepare_quarantine_faults(plan, store)]
         if not found.faults:  # else all that follows would differ too, and say nothing new
             faults += manifest_faults(manifest, found.totals.manifest(""))
             faults += _stored_index_faults(store, manifest, expected, folder)
@@ -129,6 +134,7 @@ def _read_shards(
                     totals.add(shard)
                     writer.add(shard.samples)
                 if shard.manifest is not None:
+                    faults.extend(extract_quarantine_faults(shard.manifest, store))
                     damaged = {fault.place for fault in shard.faults}
                     keys = [part_key(shard.plan.index, entry.part) for entry in shard.manifest.parts]
                     yield from (key for key in keys if key in sizes and key not in damaged)

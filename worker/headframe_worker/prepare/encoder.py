@@ -244,7 +244,7 @@ def _parsed(raw: bytes | dict[str, Any] | None) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RefusedRowError("InvalidJson", f"not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise RefusedRowError("NotAnObject", f"a JSON {type(row).__name__}, not an object")
+        raise RefusedRowError("NotAnObject", "not a JSON object")
     return row
 
 

@@ -101,8 +101,9 @@ def read_tokens(path: Path) -> TokensShard:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         if not table.schema.equals(SCHEMA):
             raise DataError(f"{path}: not a file of tokens: its columns are {', '.join(table.schema.names)}")
+        table.validate(full=True)  # Arrow trusts a file's offsets: a damaged one would end the process
         batches = [_batch_views(batch, path) for batch in table.to_batches()]
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as a file of tokens: {error}") from error
     rows = np.array([0, *(len(batch.offsets) - 1 for batch in batches)], dtype=np.int64)
     lengths = [np.diff(batch.offsets) for batch in batches]
@@ -117,7 +118,10 @@ def _batch_views(batch: pa.RecordBatch, path: Path) -> _Batch:
     if not np.array_equal(np.diff(offsets), batch.column("seq_len").to_numpy()):
         raise DataError(f"{path}: seq_len differs from the lengths of input_ids")
     values: NDArray[np.int64] = ids.values.to_numpy(zero_copy_only=True)
-    return _Batch(values, mask.values.to_numpy(zero_copy_only=True), offsets)
+    learned: NDArray[np.int64] = mask.values.to_numpy(zero_copy_only=True)
+    if np.any(learned & ~1):
+        raise DataError(f"{path}: loss_mask holds values other than 0 and 1")
+    return _Batch(values, learned, offsets)
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -134,7 +134,7 @@ def check_quarantine(totals: Totals, *, allowed_fraction: float, listed_in: str)
     raise ConfigError(
         "\n".join(
             [
-                f"{refused} of {totals.rows_in} rows ({100 * refused / totals.rows_in:.2g} %) were refused, {limit}:",
+                f"{refused} of {totals.rows_in} rows ({100 * refused / totals.rows_in:.3g} %) were refused, {limit}:",
                 *lines,
                 f"all are listed in {listed_in}",
             ]
