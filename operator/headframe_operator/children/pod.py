@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import PurePosixPath
 from typing import Any
 
 from headframe_api.names import (
+    CA_BUNDLE_ENVIRONMENT,
+    CA_BUNDLE_PATH,
     CACHE_PATH,
     HTTP_PORT,
     JOB_ENVIRONMENT,
@@ -20,7 +23,7 @@ from headframe_operator.views import ExtractionView
 from headframe_operator.worker_defaults import with_worker_defaults
 
 CONTAINER = "worker"
-_CA_PATH = "/etc/headframe/s3-ca"
+_CA_FOLDER = str(PurePosixPath(CA_BUNDLE_PATH).parent)
 _TERMINATION_LOG = "/dev/termination-log"
 SPEC_LIMIT_BYTES = 100_000
 """Linux takes at most 128 KiB in one environment variable."""
@@ -92,7 +95,7 @@ def _container(x: ExtractionView, spec: ExtractionJobSpec, stage: str, settings:
             {"name": "headframe-tmp", "mountPath": "/tmp"},  # noqa: S108  (the pod's own)
             {"name": "headframe-cache", "mountPath": CACHE_PATH},
             *([{"name": "headframe-shm", "mountPath": "/dev/shm"}] if stage == "extract" else []),  # noqa: S108
-            *([{"name": "headframe-s3-ca", "mountPath": _CA_PATH, "readOnly": True}] if spec.s3.ca_secret else []),
+            *([{"name": "headframe-s3-ca", "mountPath": _CA_FOLDER, "readOnly": True}] if spec.s3.ca_secret else []),
             *(mount.to_dict() for mount in spec.worker.volume_mounts),
         ],
     }
@@ -128,7 +131,7 @@ def _environment(x: ExtractionView, spec: ExtractionJobSpec) -> dict[str, str]:
         "TRITON_CACHE_DIR": f"{CACHE_PATH}/triton",
     }
     if spec.s3.ca_secret:
-        environment["AWS_CA_BUNDLE"] = f"{_CA_PATH}/ca.crt"
+        environment[CA_BUNDLE_ENVIRONMENT] = CA_BUNDLE_PATH
     return environment
 
 
