@@ -44,6 +44,7 @@ _NORMED = 0.9
 """Of the tokens."""
 _STANDARD_ERRORS = 4
 _PLACE, _AS_STATED, _BEFORE, _AFTER = "last state", "as stated", "that of the token before", "that of the token after"
+_AFTER_NORM = "a state after the final norm"
 
 
 @dataclass
@@ -214,6 +215,8 @@ def _unseen(check: HeadCheck, stated: _Reading, others: dict[str, _Reading]) -> 
     """Mistakes that this check would have let pass, tried out on the states that are there."""
     notes = []
     for name, reading in others.items():
+        if name == _AFTER_NORM and check.after_norm is not None:
+            continue  # the lengths would have shown it
         layer, neighbour = name.startswith("layer"), name in (_BEFORE, _AFTER)
         passes = _suspicion(reading.as_it_is, _TEMPERATURES[reading.best], check.frequency_loss) is None
         alike = float((reading.at_best - stated.at_best).mean()) < _MARGIN_NATS
@@ -231,7 +234,7 @@ def _reads(manifest: DatasetManifest, ends: ModelEnds) -> dict[str, Callable[[Te
         return {_AS_STATED: lambda states: states.to(ends.dtype), "a state before the final norm": ends.normed}
     reads: dict[str, Callable[[Tensor], Tensor]] = {
         _AS_STATED: ends.normed,
-        "a state after the final norm": lambda states: states.to(ends.dtype),
+        _AFTER_NORM: lambda states: states.to(ends.dtype),
     }
     other = _other_gain(ends.norm, manifest.model.norm_gain)
     if other is not None:
