@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.alias_generators import to_camel
 
 
@@ -19,6 +19,12 @@ class KubernetesModel(BaseModel):
         strict=True,
         use_attribute_docstrings=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """A null is a field that was not given, as it is for the API server."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dict with Kubernetes' spelling, without the fields that are unset (None)."""

@@ -19,7 +19,8 @@ def manifest(spec: Json, name: str = "job") -> Json:
 
 def valid_specs() -> dict[str, Json]:
     """Specs that must be taken, by what they show."""
-    return {title: merge(_VALID["base"], patch) for title, patch in _VALID["specs"].items()}
+    patched = {title: merge(_VALID["base"], patch) for title, patch in _VALID["specs"].items()}
+    return patched | {title: _VALID["base"] | fields for title, fields in _VALID["with_nulls"].items()}
 
 
 def invalid_specs() -> Iterator[tuple[str, Json, str]]:
