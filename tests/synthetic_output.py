@@ -100,6 +100,7 @@ def write_extracted(
     hidden_size: int = 16,
     part_target_bytes: int = 20_000,
     refuse: bool = True,
+    refused_by_prepare: str = "InvalidJson",
     seed: int = 0,
     model: ModelIdentity | None = None,
     model_source: str = "made/up",
@@ -127,6 +128,7 @@ def write_extracted(
             ),
             model or MADE_UP.model_copy(update={"hidden_size": hidden_size}),
             part_target_bytes,
+            refused_by_prepare,
         ),
         tokens or [random.integers(0, vocabulary, length) for length in lengths],
         [(np.arange(length) >= length // 2).astype(np.int64) for length in lengths],
@@ -144,8 +146,10 @@ def write_extracted(
     store.write(JOB_KEY, [memoryview(output.job.model_dump_json(by_alias=True).encode())])
     for key, data in directory_files(len(output.plan.shards), output.plan.digest).items():
         store.write(key, [memoryview(data)])
-    broken = QuarantinedRow(row=None, sample_id="made:60", where="made:60", reason="InvalidJson", message="cut off")
-    store.write(quarantine_key("prepare"), [memoryview(broken.model_dump_json().encode() + b"\n")])
+    refused = QuarantinedRow(
+        row=None, sample_id="made:60", where="made:60", reason=refused_by_prepare, message="made up"
+    )
+    store.write(quarantine_key("prepare"), [memoryview(refused.model_dump_json().encode() + b"\n")])
     for shard in output.plan.shards:
         _write_tokens(output, shard)
         write_shard(output, shard)
@@ -257,7 +261,14 @@ def _job(uri: str, model: str) -> ExtractionJob:
     )
 
 
-def _plan(lengths: list[int], shards: int, states: StatesLayout, model: ModelIdentity, part_target_bytes: int) -> Plan:
+def _plan(
+    lengths: list[int],
+    shards: int,
+    states: StatesLayout,
+    model: ModelIdentity,
+    part_target_bytes: int,
+    refused_by_prepare: str,
+) -> Plan:
     bounds = np.linspace(0, len(lengths), shards + 1).astype(int)
     plan = Plan(
         digest="",
@@ -282,7 +293,7 @@ def _plan(lengths: list[int], shards: int, states: StatesLayout, model: ModelIde
         samples=len(lengths),
         tokens=sum(lengths),
         loss_tokens=sum(length - length // 2 for length in lengths),
-        quarantined={"InvalidJson": 1},
+        quarantined={refused_by_prepare: 1},
         lengths=LengthPercentiles(minimum=min(lengths), p50=1, p90=1, p99=1, maximum=max(lengths), mean=1.0),
         part_target_bytes=part_target_bytes,
         bytes=sum(lengths) * states.bytes_per_token(model.hidden_size),

@@ -15,6 +15,8 @@ from headframe_api.status import PlanSummary
 
 FORMAT_VERSION: Literal[1] = 1
 PART_TARGET_BYTES = 1 << 30
+TOO_LONG: Literal["TooLong"] = "TooLong"
+"""Why `onTooLong: drop` puts a sample in quarantine: by the user's wish, so maxQuarantinedFraction does not count it."""
 STATE_DTYPE_BYTES: dict[StateDtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 

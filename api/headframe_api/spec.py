@@ -156,7 +156,7 @@ class FailurePolicy(KubernetesModel):
     max_failed_shards: Annotated[int, Field(ge=0, le=100_000)] = 0
     """So many shards may fail and the rest is still finalized."""
     max_quarantined_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Largest share of the input samples that may end in quarantine."""
+    """Largest share of the input samples that may end in quarantine, without those that `onTooLong: drop` puts there."""
 
 
 class ExtractionJobSpec(KubernetesModel):

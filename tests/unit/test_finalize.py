@@ -116,6 +116,11 @@ def test_more_quarantine_than_allowed_stops_it(extracted: SyntheticOutput) -> No
     assert caught.value.reason == "TooManyQuarantined"
 
 
+def test_samples_that_the_user_wants_dropped_are_not_too_many(tmp_path: Path) -> None:
+    output = write_extracted(LocalStore(tmp_path / "output"), refuse=False, refused_by_prepare="TooLong")
+    assert run(output, max_quarantined_fraction=0.0).quarantined == {"TooLong": 1}
+
+
 def edit_manifest(output: SyntheticOutput, change: Callable[[dict[str, object]], object]) -> None:
     path = output.directory / shard_manifest_key(0)
     document = json.loads(path.read_bytes())

@@ -17,7 +17,7 @@ from headframe_api.errors import ConfigError, DataError, StoppedError, Temporary
 from headframe_api.job import ExtractionJob
 from headframe_api.manifests import DatasetManifest
 from headframe_api.names import MANIFEST_KEY, REPORT_KEY, SAMPLES_KEY, STATES_PREFIX, SUCCESS_KEY, shard_manifest_key
-from headframe_api.plan import Plan
+from headframe_api.plan import TOO_LONG, Plan
 from headframe_api.spec import FailurePolicy
 from headframe_worker.documents import read_manifest, read_plan
 from headframe_worker.finalize.fault import Fault, fault_list
@@ -54,7 +54,7 @@ def finalize(
         index = folder / SAMPLES_KEY
         totals = _check_shards(plan, output, sizes, folder, index, meter, stop or Event())
         _refuse_missing(plan, totals.failed, policy)  # again: a listing may show a manifest that is gone
-        _check_quarantine(plan, totals.quarantined, policy)
+        _check_quarantine(plan, totals.quarantined - plan.quarantined.get(TOO_LONG, 0), policy)
         manifest = totals.manifest(_sha256(index))
         finished = _finished(output, manifest, folder)
         if finished is None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from headframe_api.errors import ConfigError
+from headframe_api.plan import TOO_LONG
 from headframe_worker.prepare.blocks import MAX_ROW_BYTES, Block
 from headframe_worker.prepare.chat import Chat
 from headframe_worker.prepare.refusal import Reason, RefusedRowError, printable
@@ -198,11 +199,11 @@ class Encoder:
     def _too_long(self, row: _Row, length: int) -> None:
         message = f"{length} tokens, over maxLength {self.max_length}"
         if self.on_too_long == "drop":
-            raise RefusedRowError("TooLong", message)
+            raise RefusedRowError(TOO_LONG, message)
         if self.on_too_long == "fail":
             raise ConfigError(
                 f"{row.where}: {message}; raise spec.dataset.maxLength, or set onTooLong to truncate or drop",
-                reason="TooLong",
+                reason=TOO_LONG,
             )
 
 

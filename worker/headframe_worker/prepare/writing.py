@@ -14,7 +14,7 @@ import numpy as np
 from headframe_api.errors import ConfigError, StoppedError
 from headframe_api.manifests import QuarantinedRow
 from headframe_api.names import tokens_key
-from headframe_api.plan import LengthPercentiles, ShardPlan, StatesLayout
+from headframe_api.plan import TOO_LONG, LengthPercentiles, ShardPlan, StatesLayout
 from headframe_worker.format.cut import cut_parts
 from headframe_worker.meter import Meter
 from headframe_worker.prepare.encoder import EncodedBlock, Refusal
@@ -120,16 +120,15 @@ def _line(refusal: Refusal) -> bytes:
 def check_quarantine(totals: Totals, *, allowed_fraction: float, listed_in: str) -> None:
     """Raises ConfigError where too many rows were refused, or all of them."""
     refused = totals.quarantined.total()
-    if totals.samples and refused <= allowed_fraction * totals.rows_in:
+    too_many = refused - totals.quarantined[TOO_LONG] > allowed_fraction * totals.rows_in
+    if totals.samples and not too_many:
         return
     lines = []
     for reason, count in totals.quarantined.most_common():
         shown = "; ".join(f"{example.where}: {example.message[:200]}" for example in totals.examples[reason])
         lines.append(f"  {reason}: {count} ({shown}{'; ...' if count > len(totals.examples[reason]) else ''})")
     limit = (
-        f"over spec.failurePolicy.maxQuarantinedFraction {allowed_fraction:g}"
-        if refused > allowed_fraction * totals.rows_in
-        else "which leaves no sample"
+        f"over spec.failurePolicy.maxQuarantinedFraction {allowed_fraction:g}" if too_many else "which leaves no sample"
     )
     raise ConfigError(
         "\n".join(
