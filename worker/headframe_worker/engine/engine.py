@@ -98,8 +98,20 @@ class Engine:
 
         Raises ConfigError for a checkpoint or a model that cannot be used.
         """
+        with ExitStack() as opened:  # closed again where the model turns out to be of no use
+            self._make_ready(opened, settings, samples, meter=meter, stop=stop)
+            self._open = opened.pop_all()
+
+    def _make_ready(
+        self,
+        opened: ExitStack,
+        settings: EngineSettings,
+        samples: Sequence[NDArray[np.int32]],
+        *,
+        meter: Meter,
+        stop: threading.Event,
+    ) -> None:
         times = [time.perf_counter()]
-        self._open = ExitStack()
         layout, device = settings.states, settings.devices[0]
         meter.set_state("loading")
         if settings.dtype == torch.float32:
@@ -115,11 +127,11 @@ class Engine:
         _check_against_plan(stack.num_layers, layout)
         times.append(time.perf_counter())
         meter.set_state("warming")
-        self._open.enter_context(attention_in_blocks(stack.model))
+        opened.enter_context(attention_in_blocks(stack.model))
         if device.type == "cpu":
-            self._open.enter_context(torch_reference(stack.model))
+            opened.enter_context(torch_reference(stack.model))
         else:
-            self._open.enter_context(nothing_packed())
+            opened.enter_context(nothing_packed())
         ways = None if stack.placement is None else spread(stack, stack.placement)
         fusions = FusionReport((), {})
         if device.type == "cuda" and settings.fuse:
