@@ -33,7 +33,7 @@ from headframe_worker.engine.fusion import apply_fusions, nothing_packed, torch_
 from headframe_worker.engine.fusion.attention import FusedAttention
 from headframe_worker.engine.fusion.delta_net import FusedDeltaNet
 from headframe_worker.engine.fusion.install import install, installed, remove
-from headframe_worker.engine.loading import one_gguf_name_map
+from headframe_worker.engine.gguf_files import gguf_read_once
 from headframe_worker.engine.long_attention import attention_in_blocks
 from headframe_worker.engine.pointwise import compute_in_pieces
 from headframe_worker.engine.structure import DecoderStack
@@ -310,7 +310,7 @@ def measure_checkpoint_in_float8(checkpoint: Path, text: Path) -> dict[str, Any]
     gguf = {"gguf_file": checkpoint.name} if checkpoint.suffix == ".gguf" else {}
     directory = checkpoint.parent if gguf else checkpoint
     tokenizer = AutoTokenizer.from_pretrained(directory, **gguf)
-    with one_gguf_name_map() if gguf else nullcontext():
+    with gguf_read_once() if gguf else nullcontext():
         stack = AutoModel.from_pretrained(directory, dtype=torch.float32, **gguf).eval().to(DEVICE)
     ids = torch.tensor([tokenizer(text.read_text())["input_ids"][:1000]], device=DEVICE)
     reference = layer_states(stack, input_ids=ids)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headframe_api.plan import ModelIdentity
 from headframe_api.spec import ModelSpec, S3Spec
-from headframe_worker.engine.loading import one_gguf_name_map
+from headframe_worker.engine.gguf_files import gguf_read_once
 from headframe_worker.finalize.stage import finalize
 from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
@@ -36,7 +36,7 @@ _CHATS = Path(__file__).parents[1] / "examples/data/chats.jsonl"
 def smollm2() -> Any:
     """The model in float32."""
     file = smollm2_gguf()
-    with one_gguf_name_map():
+    with gguf_read_once():
         return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 

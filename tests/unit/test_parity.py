@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from prepared_output import extractor, random_samples, write_prepared
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headframe_api.errors import ConfigError
 from headframe_api.names import part_key
 from headframe_api.plan import Plan
 from headframe_worker.engine import pieces
 from headframe_worker.engine.fusion import torch_reference
-from headframe_worker.engine.loading import one_gguf_name_map
+from headframe_worker.engine.gguf_files import gguf_read_once
 from headframe_worker.stores.local import LocalStore
 
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 8, 30, 31]
@@ -163,7 +164,7 @@ def test_float8_costs_what_is_documented(tmp_path: Path) -> None:
 def test_smollm2_from_gguf(tmp_path: Path) -> None:
     """Real weights, from a GGUF file."""
     path = tiny_models.smollm2_gguf()
-    with one_gguf_name_map():  # a cache that spares Transformers a minute
+    with gguf_read_once():  # a cache that spares Transformers a minute
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     samples = random_samples([3, 64, 17], 49_000)
     job, plan, store = write_prepared(tmp_path / "output", path, samples, states={"preset": "dflash"})
@@ -199,7 +200,9 @@ def test_a_decoder_with_bidirectional_attention_is_refused(tmp_path: Path, dtype
     job, plan, store = write_prepared(
         tmp_path / "output", tmp_path / "model", samples, states={"layers": [1, 2]}, model={"dtype": dtype}
     )
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     with pytest.raises(ConfigError, match="not causal") as error:
         extractor(job, plan, store).run(0)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention, "what was set for this model is undone"
     assert error.value.reason == "NotCausal"
     assert error.value.exit_code == 78

@@ -31,11 +31,6 @@ _MAX_HEADER_BYTES = 100_000_000
 _PARALLEL_READS = 8
 
 
-_TRANSFORMERS = ("transformers", "transformers_modules")
-"""Its own classes, and those of a repository whose code may run. Kernel packages (fla, once it is imported) register others under
-model types that Transformers has itself."""
-
-
 @dataclass(frozen=True)
 class ModelFiles:
     """A model's files in one local directory."""
@@ -61,19 +56,14 @@ class ModelFiles:
 
         Raises ConfigError where Transformers does not know the model, or its code would have to run without leave.
         """
-        import transformers  # noqa: PLC0415  (seconds to import; only those who need it wait)
-        from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES  # noqa: PLC0415
+        from headframe_worker.engine.model_config import read_config  # noqa: PLC0415  (seconds to import)
 
         with self._loading("configuration"):
-            config: Any = transformers.AutoConfig.from_pretrained(self.directory, **self.loading_arguments())
-            own = CONFIG_MAPPING_NAMES.get(config.model_type)
-            if own is None or type(config).__module__.partition(".")[0] in _TRANSFORMERS:
-                return config
-            return getattr(transformers, own).from_pretrained(self.directory, **self.loading_arguments())
+            return read_config(self.directory, self.gguf_file, trust_remote_code=self.trust_remote_code)
 
     def tokenizer(self) -> Any:
         """The model's tokenizer. Raises ConfigError where there is none that Transformers can load."""
-        from transformers import AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoTokenizer  # noqa: PLC0415  (seconds to import; only those who need it wait)
 
         with self._loading("tokenizer"):
             return AutoTokenizer.from_pretrained(self.directory, **self.loading_arguments())

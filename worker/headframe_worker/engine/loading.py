@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,13 +16,14 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headframe_api.errors import ConfigError
+from headframe_worker.engine.gguf_files import gguf_read_once
+from headframe_worker.engine.model_config import read_config
 from headframe_worker.engine.placement import Placement, layer_costs, place, refuse_shared_weights
 from headframe_worker.engine.structure import DecoderStack, prune
 from headframe_worker.engine.weights import load_safetensors, read_entries
@@ -62,6 +62,7 @@ def choose_devices(gpus: int) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", index) for index in range(gpus))
 
 
+@gguf_read_once()
 def load_stack(
     checkpoint: Checkpoint,
     *,
@@ -94,8 +95,6 @@ def load_stack(
     try:
         with ExitStack() as around:
             around.enter_context(_quiet())
-            if checkpoint.gguf_file:
-                around.enter_context(one_gguf_name_map())
             destinations = _Destinations(None, devices[0], {})
             if len(devices) > 1:
                 around.enter_context(_no_dispatch())
@@ -217,19 +216,6 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def one_gguf_name_map() -> Iterator[None]:
-    """Transformers makes gguf's map of tensor names anew for every submodule, which takes longer than all else: keep it."""
-    import gguf  # noqa: PLC0415  # only those who need it wait for it
-
-    make = gguf.get_tensor_name_map
-    gguf.get_tensor_name_map = cache(make)
-    try:
-        yield
-    finally:
-        gguf.get_tensor_name_map = make
-
-
-@contextmanager
 def _no_dispatch() -> Iterator[None]:
     """Accelerate's hooks would move every layer's inputs anew and wait for the devices; `spread` does it instead."""
     modeling: Any = transformers.modeling_utils
@@ -273,32 +259,13 @@ def _pruned_class(
 
 
 def _read_config(checkpoint: Checkpoint, *, trust_remote_code: bool) -> PreTrainedConfig:
-    options: dict[str, Any] = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
     try:
-        values, _ = PreTrainedConfig.get_config_dict(checkpoint.directory, local_files_only=True, **options)
-        own = CONFIG_MAPPING_NAMES.get(str(values.get("model_type")))
-        remote = "auto_map" in values
-        if remote and trust_remote_code:
-            return cast(
-                "PreTrainedConfig",
-                AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=True, local_files_only=True),
-            )
-        if own is None:
-            raise ConfigError(
-                f"spec.model.source: {checkpoint} is of type {values.get('model_type')!r}, which transformers "
-                f"{transformers.__version__} does not know"
-                + ("; its own code does: set spec.model.trustRemoteCode to run it" if remote else ""),
-                reason="UnsupportedModel",
-            )
-        # Not through AutoConfig: kernel packages register classes of their own under the same model types.
-        config_class: type[PreTrainedConfig] = getattr(transformers, own)
-        config: PreTrainedConfig = config_class.from_dict(values)
+        return read_config(checkpoint.directory, checkpoint.gguf_file, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"spec.model.source: the configuration of {checkpoint} cannot be read: {_first_line(error)}",
             reason="ModelNotLoadable",
         ) from error
-    return config
 
 
 def _model_class(checkpoint: Checkpoint, config: PreTrainedConfig, *, trust_remote_code: bool) -> type[PreTrainedModel]:

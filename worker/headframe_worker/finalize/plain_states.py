@@ -14,6 +14,7 @@ from torch import nn
 
 from headframe_api.errors import ConfigError
 from headframe_api.plan import Plan
+from headframe_worker.engine.gguf_files import gguf_read_once
 from headframe_worker.model_source import ModelFiles
 
 _TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -30,9 +31,10 @@ class PlainStates:
             arguments["quantization_config"] = GgufConfig(dequantize=True)  # the weights that extract computes with
         if attention != "auto":
             arguments["attn_implementation"] = attention
-        model = AutoModelForCausalLM.from_pretrained(
-            files.directory, config=files.config(), dtype=_TORCH_DTYPE[plan.model.dtype], **arguments
-        )
+        with gguf_read_once():
+            model = AutoModelForCausalLM.from_pretrained(
+                files.directory, config=files.config(), dtype=_TORCH_DTYPE[plan.model.dtype], **arguments
+            )
         self._plan = plan
         self._device = device
         self._decoder = model.base_model.eval().to(device)

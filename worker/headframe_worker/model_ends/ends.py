@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from headframe_api.errors import ConfigError
 from headframe_api.plan import ModelIdentity
+from headframe_worker.engine.gguf_files import gguf_read_once
 from headframe_worker.model_ends.checkpoint import Checkpoint, ModelAccess
 from headframe_worker.prepare.model_structure import build_on_meta, find_final_norm
 
@@ -87,6 +88,7 @@ class ModelEnds:
         return cast("Tensor", self.norm(last.to(self.dtype)))
 
 
+@gguf_read_once()
 def load_ends(identity: ModelIdentity, access: ModelAccess, *, head: bool) -> ModelEnds:
     """The final norm, and with `head` the language head, of the model that a plan names.
 
@@ -200,14 +202,14 @@ def _gguf_ends(
 
     llama.cpp's converters store the norm's gain itself, also where the model's own weights are the gain less one.
     """
-    from gguf import GGUFReader, dequantize  # noqa: PLC0415
+    import gguf  # noqa: PLC0415
 
     path = checkpoint.files.directory / str(checkpoint.files.gguf_file)
-    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
     def read(*names: str) -> Tensor | None:
         found = next((stored[name] for name in names if name in stored), None)
-        return None if found is None else torch.from_numpy(dequantize(found.data, found.tensor_type).copy())
+        return None if found is None else torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy())
 
     norm = {key: tensor for key in ("weight", "bias") if (tensor := read(f"output_norm.{key}")) is not None}
     if "weight" in norm and identity.norm_gain == "1+weight":

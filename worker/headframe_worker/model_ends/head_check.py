@@ -79,7 +79,10 @@ class _Logits:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
-        self.normalizers = torch.stack([(values / each).logsumexp(1) for each in _TEMPERATURES], dim=1)
+        largest = values.amax(1, keepdim=True)
+        rest = values - largest
+        sums = [torch.mul(rest, 1 / each).exp_().sum(1) for each in _TEMPERATURES]
+        self.normalizers = torch.stack(sums, dim=1).log() + largest / _TEMPERATURES_ROW
 
 
 class _Reading:

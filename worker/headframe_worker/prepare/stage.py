@@ -22,6 +22,7 @@ from headframe_api.job import ExtractionJob
 from headframe_api.layers import hugging_face_indexes, resolve_layers
 from headframe_api.plan import PART_TARGET_BYTES, ModelIdentity, Plan, StatesLayout
 from headframe_api.spec import ExtractionJobSpec
+from headframe_worker.engine.gguf_files import gguf_read_once
 from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.model_structure import describe_model
@@ -71,9 +72,10 @@ def prepare(
     with scratch_space(scratch) as space:
         observer = tell(meter, stop or threading.Event())
         files = locate_model(spec.model, spec.s3, scratch=scratch, weights=False, observer=observer)
-        model, size = describe_model(files, spec.model)
-        states = _layout(spec, model)
-        reading = open_reading(spec, files, model, scratch=space, observer=observer)
+        with gguf_read_once():
+            model, size = describe_model(files, spec.model)
+            states = _layout(spec, model)
+            reading = open_reading(spec, files, model, scratch=space, observer=observer)
         if fresh:
             delete_output(output)
         plan = read_plan(output)
