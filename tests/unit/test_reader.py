@@ -108,7 +108,7 @@ def test_one_sample_costs_one_read_once_its_part_is_known(
 def test_data_loader_workers_read_it(output: SyntheticOutput, context: str) -> None:
     dataset = StatesDataset(output.directory)
     dataset[0]  # so that there is something open which must not be shared
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=context)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=context)
     samples = list(loader)
     assert [sample.row for sample in samples] == output.kept
     for sample in samples:

@@ -108,10 +108,10 @@ def test_five_seconds_of_latency_or_64_kib_a_second_are_no_fault(
         link.add(str(toxic.pop("kind")), stream="upstream", **toxic)  # type: ignore[arg-type]
         slow = S3Store(uri, S3Spec(endpoint=f"http://{link.address}"), tuning=TUNING, observer=observer)
         slow._here().capabilities = capabilities  # what was found out without the toxic
-        assert slow.write("k", [LARGE[:300_000]]).created
+        assert slow.write("k", [LARGE[:100_000]]).created
         slow.close()
         link.delete()
-    assert store.read("k") == LARGE[:300_000]
+    assert store.read("k") == LARGE[:100_000]
     assert retries == []
     store.close()
 
