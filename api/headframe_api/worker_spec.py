@@ -50,7 +50,7 @@ class VolumeMount(KubernetesModel):
 
 
 class WorkerSpec(KubernetesModel):
-    """How the pods of all three stages look. On one machine only `env` is used."""
+    """How the pods of all three stages look. `headframe run` takes nothing from it: its environment is the shell's."""
 
     image: str | None = None
     """Worker image; unset takes the operator's default."""
