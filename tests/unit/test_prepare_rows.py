@@ -328,6 +328,10 @@ def test_globs_mix_kinds_and_keep_their_order(bench: Bench) -> None:
     bench.output = bench.folder / "flat"
     bench.prepare(bench.folder / "data" / "*.jsonl")
     assert bench.ids() == ["0"]
+    (bench.folder / "data").rename(bench.folder / "données 1")
+    bench.output = bench.folder / "uri"
+    bench.prepare(f"{bench.folder.as_uri()}/donn%C3%A9es%201/*.jsonl")
+    assert bench.ids() == ["0"]
 
 
 def test_saved_datasets_and_their_splits(bench: Bench) -> None:

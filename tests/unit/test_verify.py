@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from synthetic_output import SyntheticOutput, write_extracted
+from synthetic_output import SyntheticOutput, write_extracted, write_shard
 
 from headframe_api.errors import ConfigError
 from headframe_api.names import (
@@ -56,6 +56,20 @@ def test_a_sound_dataset_has_no_faults(tmp_path: Path, dtype: str) -> None:
     assert result.faults == []
     assert result.samples == len(output.kept)
     assert result.parts == sum(shard.parts for shard in output.plan.shards)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_a_part_whose_samples_were_all_refused_is_sound(tmp_path: Path, dtype: str) -> None:
+    output = write_extracted(LocalStore(tmp_path / "output"), lengths=[3], shards=1, dtype=dtype)  # type: ignore[arg-type]
+    output.refused = {0}
+    output.store.delete([key.key for key in output.store.list("states/")])
+    write_shard(output, output.plan.shards[0])
+    spec = output.job.spec
+    policy = spec.failure_policy.model_copy(update={"max_quarantined_fraction": 1.0})
+    job = output.job.model_copy(update={"spec": spec.model_copy(update={"failure_policy": policy})})
+    finalize(job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
+    result = run(output)
+    assert (result.faults, result.parts) == ([], 1)
 
 
 def test_progress_counts_every_byte_once(tmp_path: Path) -> None:

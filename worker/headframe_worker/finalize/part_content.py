@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headframe_api.errors import DataError
 from headframe_api.manifests import SlotStatistics
-from headframe_api.plan import Plan
+from headframe_api.plan import STATE_DTYPE_BYTES, Plan
 from headframe_api.spec import StateDtype
 from headframe_worker.checksum import crc64, digest_text
 from headframe_worker.finalize.fault import Fault
@@ -52,12 +52,13 @@ def _content_faults(plan: Plan, part: StoredPart, store: Store) -> Iterator[Faul
     checksum = _checksum(store, part.key, start, place.start, 0)
     slots, hidden = plan.states.slots, plan.model.hidden_size
     sums = _Slots(slots)
-    token_bytes = place.size_bytes // max(1, len(part.token_ids))
-    buffer = np.empty(max(token_bytes, _CHUNK_BYTES // max(1, token_bytes) * token_bytes), np.uint8)
+    token_bytes = slots * hidden * STATE_DTYPE_BYTES[plan.states.dtype]
+    chunk_tokens = max(1, _CHUNK_BYTES // token_bytes)
+    buffer = np.empty(min(chunk_tokens, len(part.token_ids)) * token_bytes, np.uint8)
     norms = np.empty((len(part.token_ids), slots), np.float32)
     finite = np.ones(len(norms), bool)
-    for first in range(0, len(norms), len(buffer) // max(1, token_bytes)):
-        tokens = min(len(buffer) // token_bytes, len(norms) - first)
+    for first in range(0, len(norms), chunk_tokens):
+        tokens = min(chunk_tokens, len(norms) - first)
         chunk = buffer[: tokens * token_bytes]
         store.read_into(part.key, place.start + first * token_bytes, chunk.data)
         checksum = crc64([chunk.data], checksum)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from headframe_api.errors import ConfigError, TemporaryError
 from headframe_api.spec import DatasetSpec, S3Spec, is_hub_id
@@ -51,7 +52,7 @@ def find_source(spec: DatasetSpec, s3: S3Spec, *, observer: StoreObserver = UNOB
     source = spec.source
     if source.startswith("s3://"):
         return _from_s3(spec, s3, observer)
-    path = Path(source.removeprefix("file://")).expanduser()
+    path = Path(unquote(source.removeprefix("file://")) if source.startswith("file://") else source).expanduser()
     if path.is_file():
         store = LocalStore(path.parent)
         return _from_files(spec, store, [store.info(path.name)])
