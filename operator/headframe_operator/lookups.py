@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -19,6 +20,63 @@ _FIRST_PAUSE = timedelta(seconds=3)
 _LONGEST_PAUSE = timedelta(seconds=60)
 _PROMPT_SECONDS = 0.5
 """A namespace with very many Events takes seconds to search. The status does not wait for that: the next look has the answer."""
+_FRESH_SECONDS = 1.0
+_REST_FACTOR = 2
+"""A namespace whose Events took long to list rests for twice as long before they are listed again."""
+
+
+@dataclass
+class _Listing:
+    """One reading of a namespace's Warnings."""
+
+    answer: asyncio.Task[dict[str, list[WarningView]]]
+    """By the uid of what they are about."""
+    started: float
+    ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or takes so far."""
+        return (self.ended or time.monotonic()) - self.started
+
+    @property
+    def serves(self) -> bool:
+        """Whether it answers who asks now."""
+        if self.ended is None:
+            return not self.answer.done()
+        return time.monotonic() - self.ended < max(_FRESH_SECONDS, _REST_FACTOR * self.seconds)
+
+
+class Warnings:
+    """The Warning Events of each namespace, listed once for all ExtractionJobs that wonder at the same time.
+
+    Asking for those of one object costs the API server as much as asking for all: it reads every Event of the namespace.
+    """
+
+    def __init__(self, api: ApiServer) -> None:
+        self._api = api
+        self._listings: dict[str, _Listing] = {}
+
+    async def about(self, namespace: str, uids: tuple[str, ...]) -> tuple[WarningView, ...]:
+        """What is said of these objects."""
+        listing = self._listings.get(namespace)
+        if listing is None or not listing.serves:
+            answer = asyncio.create_task(self._list(namespace), name=f"list the Warnings of {namespace}")
+            listing = self._listings[namespace] = _Listing(answer, time.monotonic())
+        found = await asyncio.shield(listing.answer)
+        return tuple(warning for uid in uids for warning in found.get(uid, ()))
+
+    def are_slow(self, namespace: str) -> bool:
+        """Whether an answer takes so long that nobody should wait for it."""
+        listing = self._listings.get(namespace)
+        return listing is not None and listing.seconds > _PROMPT_SECONDS
+
+    async def _list(self, namespace: str) -> dict[str, list[WarningView]]:
+        found: dict[str, list[WarningView]] = {}
+        for event in await self._api.list(f"/api/v1/namespaces/{namespace}/events", fieldSelector="type=Warning"):
+            found.setdefault(event["involvedObject"].get("uid", ""), []).append(warning_view(event))
+        self._listings[namespace].ended = time.monotonic()
+        return found
 
 
 @dataclass
@@ -59,17 +117,18 @@ class Inquiry:
 
 
 async def look_up_warnings(
-    api: ApiServer, snapshot: Snapshot, now: datetime, inquiry: Inquiry
+    warnings: Warnings, snapshot: Snapshot, now: datetime, inquiry: Inquiry
 ) -> tuple[WarningView, ...]:
     """The Warning Events about Jobs that lack pods and about pods that hang; none are asked for where nothing is odd."""
     lacking = tuple(job.uid for stage, job in snapshot.jobs.items() if lacks_pods(snapshot, stage, now))
     hanging = tuple(
         pod.uid for stage in snapshot.jobs for pod in hanging_pods(snapshot, stage, now)[:_PODS_ASKED_ABOUT]
     )
+    namespace = snapshot.extraction.namespace
     if inquiry.note(lacking, hanging, now) and inquiry.asking is None:
-        inquiry.asking = asyncio.create_task(_warnings_about(api, snapshot.extraction.namespace, inquiry.about))
+        inquiry.asking = asyncio.create_task(warnings.about(namespace, inquiry.about))
     if inquiry.asking is not None:
-        await asyncio.wait({inquiry.asking}, timeout=_PROMPT_SECONDS)
+        await asyncio.wait({inquiry.asking}, timeout=0 if warnings.are_slow(namespace) else _PROMPT_SECONDS)
         if inquiry.asking.done():
             answered, inquiry.asking = inquiry.asking, None
             inquiry.found = answered.result()
@@ -90,14 +149,6 @@ async def look_up_workload(api: ApiServer, snapshot: Snapshot) -> WorkloadView |
             return None  # Kueue is not installed: the Job waits in a queue that nobody serves
         raise
     return workload_view(found[0], path) if found else None
-
-
-async def _warnings_about(api: ApiServer, namespace: str, uids: tuple[str, ...]) -> tuple[WarningView, ...]:
-    selectors = [f"involvedObject.uid={uid},type=Warning" for uid in uids]
-    answers = await asyncio.gather(
-        *(api.list(f"/api/v1/namespaces/{namespace}/events", fieldSelector=selector) for selector in selectors)
-    )
-    return tuple(warning_view(event) for answer in answers for event in answer)
 
 
 def _kueue_decides(snapshot: Snapshot, job: JobView) -> bool:

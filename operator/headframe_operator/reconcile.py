@@ -12,7 +12,7 @@ from headframe_operator.api_server import ApiServer
 from headframe_operator.apply import Applier
 from headframe_operator.decide import decide
 from headframe_operator.decision import Decision
-from headframe_operator.lookups import Inquiry, look_up_warnings, look_up_workload
+from headframe_operator.lookups import Inquiry, Warnings, look_up_warnings, look_up_workload
 from headframe_operator.metrics import RECONCILE_ERRORS, RECONCILE_SECONDS
 from headframe_operator.mirror import Key, Mirror
 from headframe_operator.poller import Poller
@@ -51,6 +51,7 @@ class Reconciler:
         self._poller = poller
         self._settings = settings
         self._applier = Applier(api, mirror)
+        self._warnings = Warnings(api)
         self._memories: dict[str, _Memory] = {}
         self._uids: dict[Key, str] = {}
 
@@ -96,7 +97,7 @@ class Reconciler:
                 del memory.refusals[stage]
         now = datetime.now(UTC)
         warnings, workload = await asyncio.gather(
-            look_up_warnings(self._api, known, now, memory.inquiry), look_up_workload(self._api, known)
+            look_up_warnings(self._warnings, known, now, memory.inquiry), look_up_workload(self._api, known)
         )
         return replace(
             known,

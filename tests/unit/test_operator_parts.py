@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import aiohttp
 import pytest
@@ -17,8 +18,9 @@ from kubernetes_objects import pod
 
 from headframe_api.errors import ConfigError
 from headframe_operator import index_lists
+from headframe_operator.api_server import ApiError, ApiServer
 from headframe_operator.child_names import child_name, job_label
-from headframe_operator.lookups import Inquiry
+from headframe_operator.lookups import Inquiry, Warnings
 from headframe_operator.poller import Poller
 from headframe_operator.rates import RateWindow
 from headframe_operator.settings import Settings, read_settings
@@ -189,6 +191,32 @@ def test_something_else_that_is_odd_is_asked_about_soon_and_more_of_the_same_is_
     inquiry.note(("job",), ("pod-3",), now + timedelta(seconds=4))
     assert inquiry.note(("job",), ("pod-3",), now + timedelta(seconds=7))
     assert inquiry.about == ("job", "pod-3")
+
+
+def test_the_events_of_a_namespace_are_listed_once_for_all_who_ask_at_the_same_time() -> None:
+    class Api:
+        asked: ClassVar[list[str]] = []
+
+        async def list(self, path: str, **_: str) -> list[dict[str, Any]]:
+            self.asked.append(path)
+            await asyncio.sleep(0.01)
+            if len(self.asked) == 3:
+                raise ApiError(503, "ServiceUnavailable", "for a moment")
+            about = {"involvedObject": {"uid": f"pod-{len(self.asked)}"}, "reason": "FailedScheduling"}
+            return [{**about, "metadata": {"creationTimestamp": "2026-11-30T00:00:00Z"}}]
+
+    async def scenario() -> None:
+        warnings = Warnings(cast("ApiServer", Api()))
+        answers = await asyncio.gather(*(warnings.about("one", (f"pod-{number}",)) for number in range(100)))
+        assert [len(answer) for answer in answers] == [0, 1, *[0] * 98]
+        assert len(await warnings.about("one", ("pod-1",))) == 1, "still fresh"
+        assert len(await warnings.about("two", ("pod-2",))) == 1
+        with pytest.raises(ApiError):
+            await warnings.about("three", ("pod-3",))
+        assert len(await warnings.about("three", ("pod-4",))) == 1, "a failure is not kept"
+
+    asyncio.run(scenario())
+    assert [path.split("/")[4] for path in Api.asked] == ["one", "two", "three", "three"]
 
 
 def test_a_key_with_many_pods_rests_between_two_looks() -> None:
