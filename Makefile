@@ -45,7 +45,7 @@ test: $(MODEL) check test-unit test-system  ## run every test that this machine 
 
 .PHONY: test-unit
 test-unit: $(MODEL)  ## unit tests, over all cores
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses auto --dist loadfile tests/unit
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses auto --dist loadfile --no-loadscope-reorder tests/unit
 
 .PHONY: test-system
 test-system: $(MODEL)  ## whole jobs here with a real S3 server, the operator on a real API server, pods on a real node

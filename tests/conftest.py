@@ -16,6 +16,17 @@ from testbed.toxiproxy import Toxiproxy
 ON_THE_NODE = ("test_end_to_end", "test_operator_on_node", "test_testbed_images", "test_testbed_node")
 """Files that use this machine's only real node: one process runs them all, so that none waits for another's."""
 
+LONG = (
+    "test_model_ends",
+    "test_parity",
+    "test_prepare_model",
+    "test_extract",
+    "test_s3_faults_that_pass",
+    "test_prepare_rows",
+    "test_fusion_kernels",
+)
+"""Unit tests of more than ten seconds a file."""
+
 
 class FileByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Every file in one process, for the sake of its fixtures. `--dist loadgroup` could say so, if it worked with pytest 9."""
@@ -32,7 +43,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileByFil
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file that uses the node is one of those that are known to."""
+    """Long files begin first, so that no process is left with one at the end. And a file that uses the node is known to."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     for item in items:
         if "node_cluster" in getattr(item, "fixturenames", ()) and item.path.stem not in ON_THE_NODE:
             raise pytest.UsageError(f"{item.path} uses node_cluster: name it in ON_THE_NODE of {__file__}")

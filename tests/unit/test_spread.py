@@ -146,7 +146,11 @@ def test_nothing_stays_behind(family: str) -> None:
 def test_a_model_that_hands_tensors_from_layer_to_layer_is_named() -> None:
     """Late layers of Gemma 4 take keys and values of earlier ones, past the layers' arguments."""
     stack, placement = over_cpu_and_meta(
-        "gemma4_text", head_dim=8, num_kv_shared_layers=3, layer_types=["sliding_attention", "full_attention"] * 3
+        "gemma4_text",
+        head_dim=8,
+        num_kv_shared_layers=3,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        vocab_size_per_layer_input=tiny_models.VOCABULARY,
     )
     with pytest.raises(ConfigError, match=r"Gemma4TextModel cannot be spread over 2 GPUs .*after layers\.3") as error:
         spread(stack, placement)
