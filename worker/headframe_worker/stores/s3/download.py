@@ -71,7 +71,8 @@ def read_into(requests: Requests, key: str, start: int, buffer: memoryview) -> N
     def take(body: StreamingBody) -> None:
         done = 0
         while done < len(buffer):
-            count = body.readinto(buffer[done:])  # type: ignore[arg-type]
+            # urllib3 reads into bytes of its own and copies them: in small pieces that memory stays in the cache.
+            count = body.readinto(buffer[done : done + _CHUNK_BYTES])  # type: ignore[arg-type]
             if not count:
                 raise TruncatedError(got=done, wanted=len(buffer))
             done += count
