@@ -159,7 +159,7 @@ class Requests:
         reason, advice = advice_for(failure.error, bucket=self.bucket, action=action)
         return ConfigError(
             f"{failure.where}: {failure.operation} was refused: {self._words(failure.error)}; "
-            f"asked as {self.connection.identity}; {advice}",
+            f"asked with {self.connection.identity}; {advice}",
             reason=reason,
         )
 
