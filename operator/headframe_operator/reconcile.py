@@ -25,6 +25,8 @@ from headframe_operator.views import ExtractionView
 
 _COALESCE_WRITES_SECONDS = 1.0
 _RETRY_REFUSED_SECONDS = 15.0
+_PROGRESS_WRITES_A_SECOND = 20
+"""Of all jobs together: with hundreds at work their progress is told less often, so that news does not queue behind it."""
 
 
 @dataclass
@@ -54,12 +56,13 @@ class Reconciler:
         self._warnings = Warnings(api)
         self._memories: dict[str, _Memory] = {}
         self._uids: dict[Key, str] = {}
+        self._at_work: set[str] = set()
 
     async def reconcile(self, key: Key) -> float | None:
         """Look at one ExtractionJob; returns after how many seconds to look again, if nothing happens before."""
         known = self._mirror.snapshot(key)
         if known is None:
-            self._memories.pop(self._uids.pop(key, ""), None)
+            self._forget(self._uids.pop(key, ""))
             return None
         with RECONCILE_SECONDS.time(), RECONCILE_ERRORS.count_exceptions():
             memory = self._memory(key, known.extraction)
@@ -82,9 +85,13 @@ class Reconciler:
 
     def _memory(self, key: Key, x: ExtractionView) -> _Memory:
         if self._uids.get(key) != x.uid:
-            self._memories.pop(self._uids.get(key, ""), None)
+            self._forget(self._uids.get(key, ""))
             self._uids[key] = x.uid
         return self._memories.setdefault(x.uid, _Memory())
+
+    def _forget(self, uid: str) -> None:
+        self._memories.pop(uid, None)
+        self._at_work.discard(uid)
 
     async def _gather(self, known: Snapshot, memory: _Memory) -> Snapshot:
         x = known.extraction
@@ -134,12 +141,17 @@ class Reconciler:
             await self._applier.extraction(x)
             return None
         new = decision.status
+        if (new or x.status).phase == "Extracting":
+            self._at_work.add(x.uid)
+        else:
+            self._at_work.discard(x.uid)
         if new is None or new == x.status:
             return decision.requeue_seconds
         elapsed = time.monotonic() - memory.written_at
         interval = _COALESCE_WRITES_SECONDS if new.phase == x.status.phase else 0.0
         if only_progress_differs(x.status, new):
-            interval = self._settings.status_interval_seconds
+            slowest = len(self._at_work) / _PROGRESS_WRITES_A_SECOND
+            interval = max(self._settings.status_interval_seconds, slowest)
         if elapsed < interval:
             return min(interval - elapsed, decision.requeue_seconds or interval)
         version = await self._applier.status(x, new)
