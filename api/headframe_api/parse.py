@@ -81,10 +81,9 @@ def _sentence(path: tuple[str | int, ...], details: list[Any]) -> str:
 def _allowed(detail: Any) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
-        near = difflib.get_close_matches(
-            str(detail["input"]), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "), 1
-        )
-        return f"must be {context['expected']}" + (f" (did you mean {near[0]!r}?)" if near else "")
+        choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        near = difflib.get_close_matches(str(detail["input"]), choices, 1)
+        return f"must be {context['expected']}" + (f" (did you mean {near[0]!r}?)" if near and len(choices) > 1 else "")
     if kind in _EXPECTED:
         return _EXPECTED[kind]
     bounds = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "at most")}

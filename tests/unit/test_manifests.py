@@ -7,6 +7,7 @@ import yaml
 
 from headframe_api.errors import ConfigError
 from headframe_api.parse import parse_job
+from headframe_worker.job_file import load_job
 from testbed.manifests import Json, invalid_specs, manifest, merge, valid_specs
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -88,3 +89,10 @@ def test_a_status_is_no_reason_to_refuse() -> None:
 def test_a_document_must_be_a_mapping(document: object) -> None:
     with pytest.raises(ConfigError, match="must hold one ExtractionJob"):
         parse_job(document)
+
+
+def test_broken_yaml_is_told_by_line_and_column(tmp_path: Path) -> None:
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text("spec: [1\nkind: 2\n")
+    with pytest.raises(ConfigError, match=r"job\.yaml: not valid YAML: line 2, column 5: expected ',' or '\]'"):
+        load_job(manifest)

@@ -35,11 +35,16 @@ def parse_text(text: str, *, where: str) -> ExtractionJob:
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{where}: not valid YAML: {' '.join(str(error).split())}", reason="InvalidManifest"
-        ) from error
+        raise ConfigError(f"{where}: not valid YAML: {_told(error)}", reason="InvalidManifest") from error
     if len(documents) != 1:
         raise ConfigError(
             f"{where}: holds {len(documents)} documents; name a file with one ExtractionJob", reason="InvalidManifest"
         )
     return parse_job(documents[0], where=where)
+
+
+def _told(error: yaml.YAMLError) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"

@@ -14,7 +14,7 @@ from headframe_worker.cli.pod_stage import Port
 
 Manifest = Annotated[
     Path | None,
-    typer.Argument(help="The ExtractionJob as YAML or JSON; without it, the environment variable HEADFRAME_JOB."),
+    typer.Argument(metavar="JOB", help="The ExtractionJob manifest (YAML or JSON); by default $HEADFRAME_JOB."),
 ]
 Shard = Annotated[
     int, typer.Option(min=0, envvar=SHARD_ENVIRONMENT, help="Which shard; Kubernetes sets it in the environment.")

@@ -23,7 +23,9 @@ def command(
     job: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[JOB]", help="The ExtractionJob manifest; by default $HEADFRAME_JOB.", show_default=False
+            metavar="JOB",
+            help="The ExtractionJob manifest (YAML or JSON); by default $HEADFRAME_JOB.",
+            show_default=False,
         ),
     ] = None,
     scratch: Scratch = None,

@@ -13,7 +13,7 @@ from headframe_worker.cli.pod_stage import Port
 
 Manifest = Annotated[
     Path | None,
-    typer.Argument(help="The ExtractionJob as YAML or JSON; without it, the environment variable HEADFRAME_JOB."),
+    typer.Argument(metavar="JOB", help="The ExtractionJob manifest (YAML or JSON); by default $HEADFRAME_JOB."),
 ]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="First delete what Headframe wrote to the output, and begin anew.")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+
 from rich.table import Table
 from rich.text import Text
 
@@ -24,12 +28,13 @@ def print_summary(job: ExtractionJob, dataset: DatasetManifest) -> None:
         "samples": f"{dataset.samples:,}" + (f"  ({quarantined:,} in quarantine)" if quarantined else ""),
         "tokens": f"{dataset.tokens:,}  ({dataset.loss_tokens:,} in the loss mask)",
         "states": f"{', '.join(dataset.slot_names)}  x {dataset.hidden_size}  {dataset.states.dtype}",
-        "size": f"{human_bytes(dataset.bytes)} in {len(dataset.shards)} shards",
+        "size": f"{human_bytes(dataset.bytes)} in {len(dataset.shards)} {'shard' if len(dataset.shards) == 1 else 'shards'}",
     }
     for name, value in rows.items():
         table.add_row(name, Text(value))
     out.print(table)
     out.print()
-    out.print(Text.assemble(("next  ", "dim"), f"headframe inspect {uri} --row 0"))
-    out.print(Text.assemble(("      ", "dim"), f"headframe verify {uri} --deep"))
+    headframe = "headframe" if shutil.which("headframe") else os.path.relpath(sys.argv[0])
+    out.print(Text.assemble(("next  ", "dim"), f"{headframe} inspect {uri} --row 0"))
+    out.print(Text.assemble(("      ", "dim"), f"{headframe} verify {uri} --deep"))
     out.print(Text.assemble(("      ", "dim"), f"open {uri.rstrip('/')}/report.html"))
