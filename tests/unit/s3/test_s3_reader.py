@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import cast
 
 import pytest
 import torch
@@ -43,6 +44,27 @@ def dataset(uri: str, proxy: FaultyProxy) -> Iterator[StatesDataset]:
     return StatesDataset(uri, S3Spec(endpoint=proxy.endpoint))
 
 
+@pytest.fixture(scope="module")
+def first_bytes(output: SyntheticOutput) -> dict[str, int]:
+    """Where the states of each part begin."""
+    return {
+        info.key: read_header(output.store, info.key, at_least_bytes=100).tensors["hidden_states"].start
+        for info in output.store.list("states/")
+        if info.key.endswith(".safetensors")
+    }
+
+
+@pytest.fixture
+def reads_states(first_bytes: dict[str, int]) -> Callable[[Request], bool]:
+    """Whether a request is for the states at the beginning of a part."""
+
+    def matches(request: Request) -> bool:
+        first_byte = first_bytes.get(request.path.partition("/out/")[2])
+        return request.headers.get("range", "").startswith(f"bytes={first_byte}-")
+
+    return matches
+
+
 def check(output: SyntheticOutput, sample: Sample) -> None:
     stored, _ = encode(output.states[sample.row], "bfloat16")
     assert sample.sample_id == f"sample-{sample.row}"
@@ -77,19 +99,16 @@ def test_a_sampler_in_workers_gives_every_sample_once_in_its_order(
 
 @pytest.mark.parametrize("reader", ["batch", "stream"])
 def test_several_requests_are_under_way_at_once(
-    output: SyntheticOutput, dataset: StatesDataset, uri: str, proxy: FaultyProxy, reader: str
+    output: SyntheticOutput,
+    dataset: StatesDataset,
+    uri: str,
+    proxy: FaultyProxy,
+    reads_states: Callable[[Request], bool],
+    first_bytes: dict[str, int],
+    reader: str,
 ) -> None:
     """The first request for states is answered once there is a second: read one after the other, that would be never."""
-    first_bytes = {
-        info.key: read_header(output.store, info.key, at_least_bytes=100).tensors["hidden_states"].start
-        for info in output.store.list("states/")
-        if info.key.endswith(".safetensors")
-    }
     second, arrived = threading.Event(), iter(range(10**6))
-
-    def reads_states(request: Request) -> bool:
-        first_byte = first_bytes.get(request.path.partition("/out/")[2])
-        return request.headers.get("range", "").startswith(f"bytes={first_byte}-")
 
     def meet() -> None:
         if next(arrived):
@@ -137,3 +156,24 @@ def test_faults_on_the_way_are_not_seen(
         rows.append(sample.row)
     assert sorted(rows) == output.kept
     assert next(struck) > 100
+
+
+def test_a_stream_that_is_broken_off_waits_for_nothing(
+    output: SyntheticOutput, uri: str, proxy: FaultyProxy, reads_states: Callable[[Request], bool]
+) -> None:
+    """The reads ahead are in an outage, which they would outlast for minutes. Later the same stream gives all again."""
+    stream, seen, well = StatesStream(uri, S3Spec(endpoint=proxy.endpoint)), iter(range(10**6)), threading.Event()
+
+    def strikes(request: Request) -> bool:
+        return reads_states(request) and not well.is_set() and next(seen) > 0
+
+    proxy.inject(strikes, times=10**6, answer=(503, "SlowDown"))
+    samples = cast("Generator[Sample]", iter(stream))
+    next(samples)
+    breaking_off = threading.Thread(target=samples.close)
+    breaking_off.start()
+    breaking_off.join(30)
+    assert not breaking_off.is_alive()
+    assert next(seen) > 1
+    well.set()
+    assert sorted(sample.row for sample in stream) == output.kept

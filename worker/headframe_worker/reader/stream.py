@@ -58,15 +58,26 @@ class StatesStream(IterableDataset[Sample]):
     ) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank: {rank} is not below ranks, {ranks}")
-        self._store = open_store(str(uri), s3 or S3Spec())  # kept from pass to pass: a client takes 60 ms to make
+        self._uri, self._s3 = str(uri), s3 or S3Spec()
+        self._kept: Store | None = None
         self._follow, self._dtype, self._poll_seconds = follow, dtype, poll_seconds
         self._rank, self._ranks = rank, ranks
 
     def __iter__(self) -> Iterator[Sample]:
+        # A pass that comes to its end leaves its store to the next one: a client takes 60 ms to make.
+        store, self._kept = self._kept or open_store(self._uri, self._s3), None
+        for sample in self._pass(store):
+            try:
+                yield sample
+            except BaseException:  # broken off: what is on its way, or tried again, need not come
+                store.close()
+                raise
+        self._kept = store
+
+    def _pass(self, store: Store) -> Iterator[Sample]:
         worker = get_worker_info()
         number, of = (worker.id, worker.num_workers) if worker else (0, 1)
         mine, readers = self._rank * of + number, self._ranks * of
-        store = self._store
         # Many requests at once hide the latency of a remote store; local reads are copies, which threads would only slow down.
         local = isinstance(store, LocalStore)
         apply = map if local else partial(in_order, threads=_THREADS)
