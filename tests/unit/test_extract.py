@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from prepared_output import extractor, random_samples, write_prepared
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from headframe_api.errors import ConfigError, DataError, StoppedError, TemporaryError
 from headframe_api.job import ExtractionJob
@@ -303,7 +304,7 @@ def test_a_part_cut_short_is_named(tmp_path: Path, checkpoint: Path) -> None:
 
 def test_two_workers_on_one_shard_do_no_harm(tmp_path: Path, checkpoint: Path) -> None:
     job, plan, store = prepare(tmp_path, checkpoint, sound_samples(LENGTHS * 4))
-    start = threading.Barrier(2)
+    start, tie_weights = threading.Barrier(2), PreTrainedModel.tie_weights
     manifests: list[ShardManifest | BaseException] = []
 
     def work() -> None:
@@ -320,6 +321,7 @@ def test_two_workers_on_one_shard_do_no_harm(tmp_path: Path, checkpoint: Path) -
         thread.start()
     for thread in threads:
         thread.join()
+    assert PreTrainedModel.tie_weights is tie_weights, "Transformers swaps it while it loads, in one thread at a time"
     one, other = manifests
     assert isinstance(one, ShardManifest)
     assert one == other

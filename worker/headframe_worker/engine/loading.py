@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,8 @@ from headframe_worker.engine.weights import load_safetensors, read_entries
 _NAMES_SHOWN = 5
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 """Buffers that old checkpoints carry and that the model computes itself."""
+_ONE_AT_A_TIME = threading.Lock()
+"""Transformers swaps methods of its classes while it loads: two threads at once can leave it unable to tie weights."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ def load_stack(
     built: list[DecoderStack] = []
     try:
         with ExitStack() as around:
+            around.enter_context(_ONE_AT_A_TIME)
             around.enter_context(_quiet())
             destinations = _Destinations(None, devices[0], {})
             if len(devices) > 1:
