@@ -10,12 +10,8 @@ import typer
 from headframe_api.names import SHARD_ENVIRONMENT, shard_prefix
 from headframe_api.progress import TerminationMessage
 from headframe_worker.cli.console import Quiet, print_note
-from headframe_worker.cli.pod_stage import Port
+from headframe_worker.cli.pod_stage import Manifest, Port
 
-Manifest = Annotated[
-    Path | None,
-    typer.Argument(metavar="JOB", help="The ExtractionJob manifest (YAML or JSON); by default $HEADFRAME_JOB."),
-]
 Shard = Annotated[
     int, typer.Option(min=0, envvar=SHARD_ENVIRONMENT, help="Which shard; Kubernetes sets it in the environment.")
 ]

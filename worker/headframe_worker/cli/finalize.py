@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from headframe_api.names import MANIFEST_KEY
 from headframe_api.progress import TerminationMessage
 from headframe_api.status import OutputSummary
 from headframe_worker.cli.console import Json, Quiet, out
 from headframe_worker.cli.output_argument import Scratch
-from headframe_worker.cli.pod_stage import StageProcess, completed, run_stage
+from headframe_worker.cli.pod_stage import Manifest, StageProcess, completed, run_stage
 from headframe_worker.job_file import load_job
 from headframe_worker.size import human_bytes
 from headframe_worker.stores.observer import tell
@@ -20,14 +15,7 @@ from headframe_worker.stores.open import open_store
 
 
 def command(
-    job: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="JOB",
-            help="The ExtractionJob manifest (YAML or JSON); by default $HEADFRAME_JOB.",
-            show_default=False,
-        ),
-    ] = None,
+    manifest: Manifest = None,
     scratch: Scratch = None,
     quiet: Quiet = False,
     json: Json = False,
@@ -40,10 +28,10 @@ def command(
     def work(process: StageProcess) -> TerminationMessage:
         from headframe_worker.finalize.stage import finalize
 
-        manifest = load_job(job)
-        store = open_store(manifest.spec.output.uri, manifest.spec.s3, observer=tell(process.meter, process.stop.event))
+        job = load_job(manifest)
+        store = open_store(job.spec.output.uri, job.spec.s3, observer=tell(process.meter, process.stop.event))
         try:
-            dataset = finalize(manifest, store, scratch=process.scratch, meter=process.meter, stop=process.stop.event)
+            dataset = finalize(job, store, scratch=process.scratch, meter=process.meter, stop=process.stop.event)
         finally:
             store.close()
         return completed("finalize").model_copy(

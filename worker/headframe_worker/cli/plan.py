@@ -11,7 +11,8 @@ from rich.text import Text
 
 from headframe_api.plan import Plan
 from headframe_worker.cli.console import Json, Quiet, err, out, print_note
-from headframe_worker.cli.prepare import Fresh, Manifest, Processes, Scratch
+from headframe_worker.cli.pod_stage import Manifest
+from headframe_worker.cli.prepare import Fresh, Processes, Scratch
 from headframe_worker.size import human_bytes
 
 _SECONDS_PER_HOUR = 3600.0

@@ -24,6 +24,10 @@ from headframe_worker.signals import StopWish
 
 logger = logging.getLogger(__name__)
 
+Manifest = Annotated[
+    Path | None,
+    typer.Argument(metavar="JOB", help="The ExtractionJob manifest (YAML or JSON); by default $HEADFRAME_JOB."),
+]
 Port = Annotated[
     int | None,
     typer.Option(

@@ -9,12 +9,8 @@ import typer
 
 from headframe_api.progress import TerminationMessage
 from headframe_worker.cli.console import Quiet, print_note
-from headframe_worker.cli.pod_stage import Port
+from headframe_worker.cli.pod_stage import Manifest, Port
 
-Manifest = Annotated[
-    Path | None,
-    typer.Argument(metavar="JOB", help="The ExtractionJob manifest (YAML or JSON); by default $HEADFRAME_JOB."),
-]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="First delete what Headframe wrote to the output, and begin anew.")
 ]
