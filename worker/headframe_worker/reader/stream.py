@@ -66,12 +66,13 @@ class StatesStream(IterableDataset[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         # A pass that comes to its end leaves its store to the next one: a client takes 60 ms to make.
         store, self._kept = self._kept or open_store(self._uri, self._s3), None
-        for sample in self._pass(store):
-            try:
+        samples = self._pass(store)
+        try:
+            for sample in samples:  # noqa: UP028  (`yield from` would wait for the reads ahead before the store is closed)
                 yield sample
-            except BaseException:  # broken off: what is on its way, or tried again, need not come
-                store.close()
-                raise
+        except BaseException:  # broken off, or failed: what is on its way, or tried again, need not come
+            store.close()
+            raise
         self._kept = store
 
     def _pass(self, store: Store) -> Iterator[Sample]:
