@@ -44,7 +44,7 @@ _NORMED = 0.9
 """Of the tokens."""
 _STANDARD_ERRORS = 4
 _PLACE, _AS_STATED, _BEFORE, _AFTER = "last state", "as stated", "that of the token before", "that of the token after"
-_AFTER_NORM = "a state after the final norm"
+_AFTER_NORM, _BEFORE_NORM = "a state after the final norm", "a state before the final norm"
 
 
 @dataclass
@@ -156,7 +156,7 @@ def head_check(
     stated = readings.pop(_AS_STATED)
     check.loss = stated.as_it_is
     check.correct = correct / check.tokens
-    check.after_norm = share_after_norm(torch.cat([_last(sample) for sample in chosen]), ends.norm)
+    check.after_norm = share_after_norm(torch.cat([_last(sample) for sample in chosen]), ends.normed)
     check.temperature = _TEMPERATURES[stated.best]
     check.best_loss = float(stated.at_best.mean())
     check.frequency_loss = _entropy(torch.cat([sample.token_ids for sample in chosen]))
@@ -176,9 +176,9 @@ def _misnormed(check: HeadCheck, last: str) -> list[Fault]:
     if share is None:
         return []
     if last == "preNorm" and share > _NORMED:
-        found = f"{share:.0%} of them have the length that the norm gives: each is a state after the final norm"
+        found = f"{share:.0%} of them have the length that the norm gives: each is {_AFTER_NORM}"
     elif last == "postNorm" and share < 1 - _NORMED:
-        found = f"only {share:.0%} of them have the length that the norm gives: each is a state before the final norm"
+        found = f"only {share:.0%} of them have the length that the norm gives: each is {_BEFORE_NORM}"
     else:
         return []
     return [Fault(_PLACE, f"stored as {last}, but {found}")]
@@ -218,7 +218,7 @@ def _unseen(check: HeadCheck, stated: _Reading, others: dict[str, _Reading]) -> 
     """Mistakes that this check would have let pass, tried out on the states that are there."""
     notes = []
     for name, reading in others.items():
-        if name == _AFTER_NORM and check.after_norm is not None:
+        if name in (_AFTER_NORM, _BEFORE_NORM) and check.after_norm is not None:
             continue  # the lengths would have shown it
         layer, neighbour = name.startswith("layer"), name in (_BEFORE, _AFTER)
         passes = _suspicion(reading.as_it_is, _TEMPERATURES[reading.best], check.frequency_loss) is None
@@ -234,7 +234,7 @@ def _unseen(check: HeadCheck, stated: _Reading, others: dict[str, _Reading]) -> 
 def _reads(manifest: DatasetManifest, ends: ModelEnds) -> dict[str, Callable[[Tensor], Tensor]]:
     """From stored states to normed ones: as the manifest says, and as it might be mistaken."""
     if manifest.states.last == "postNorm":
-        return {_AS_STATED: lambda states: states.to(ends.dtype), "a state before the final norm": ends.normed}
+        return {_AS_STATED: lambda states: states.to(ends.dtype), _BEFORE_NORM: ends.normed}
     reads: dict[str, Callable[[Tensor], Tensor]] = {
         _AS_STATED: ends.normed,
         _AFTER_NORM: lambda states: states.to(ends.dtype),

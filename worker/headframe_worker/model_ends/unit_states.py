@@ -6,8 +6,10 @@ norm have that mean square; those before it have another one in each token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _TOLERANCE = 0.03
 """Of the root mean square; float8 rounds single values by more, but not their mean."""
@@ -16,12 +18,15 @@ _SMALLEST_GAIN = 0.05
 
 
 @torch.inference_mode()
-def share_after_norm(states: Tensor, norm: nn.Module) -> float | None:
-    """The share of states [T, H] that came out of `norm`; None where this norm does not bring them to one length."""
+def share_after_norm(states: Tensor, normed: Callable[[Tensor], Tensor]) -> float | None:
+    """The share of states [T, H] that came out of a norm; None where it does not bring them to one length.
+
+    `normed`: the norm, of [..., H].
+    """
     size = states.shape[-1]
     probe = torch.ones(size)
     probe[1::2] = -1  # a mean of 0 and a mean square of 1: what either norm leaves as it is
-    zero, once, twice = (_float(norm, factor * probe) for factor in (0.0, 1.0, 2.0))
+    zero, once, twice = normed(torch.stack([0 * probe, probe, 2 * probe])).float()
     if size % 2 or not torch.allclose(once, twice, rtol=0.01, atol=1e-3):
         return None
     gain = (once - zero) * probe
@@ -29,9 +34,3 @@ def share_after_norm(states: Tensor, norm: nn.Module) -> float | None:
     unit = ((states.float() - zero) / gain)[:, usable]
     lengths = unit.pow(2).mean(1).sqrt()
     return float(((lengths - 1).abs() < _TOLERANCE).float().mean())
-
-
-def _float(norm: nn.Module, values: Tensor) -> Tensor:
-    dtype = next((parameter.dtype for parameter in norm.parameters()), torch.float32)
-    found: Tensor = norm(values.unsqueeze(0).to(dtype))
-    return found[0].float()
