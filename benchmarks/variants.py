@@ -310,7 +310,7 @@ def measure_checkpoint_in_float8(checkpoint: Path, text: Path) -> dict[str, Any]
     gguf = {"gguf_file": checkpoint.name} if checkpoint.suffix == ".gguf" else {}
     directory = checkpoint.parent if gguf else checkpoint
     tokenizer = AutoTokenizer.from_pretrained(directory, **gguf)
-    with gguf_read_once() if gguf else nullcontext():
+    with gguf_read_once(gguf.get("gguf_file")):
         stack = AutoModel.from_pretrained(directory, dtype=torch.float32, **gguf).eval().to(DEVICE)
     ids = torch.tensor([tokenizer(text.read_text())["input_ids"][:1000]], device=DEVICE)
     reference = layer_states(stack, input_ids=ids)

@@ -36,7 +36,7 @@ _CHATS = Path(__file__).parents[1] / "examples/data/chats.jsonl"
 def smollm2() -> Any:
     """The model in float32."""
     file = smollm2_gguf()
-    with gguf_read_once():
+    with gguf_read_once(file.name):
         return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 

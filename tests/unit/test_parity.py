@@ -164,7 +164,7 @@ def test_float8_costs_what_is_documented(tmp_path: Path) -> None:
 def test_smollm2_from_gguf(tmp_path: Path) -> None:
     """Real weights, from a GGUF file."""
     path = tiny_models.smollm2_gguf()
-    with gguf_read_once():  # a cache that spares Transformers a minute
+    with gguf_read_once(path.name):  # a cache that spares Transformers a minute
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     samples = random_samples([3, 64, 17], 49_000)
     job, plan, store = write_prepared(tmp_path / "output", path, samples, states={"preset": "dflash"})

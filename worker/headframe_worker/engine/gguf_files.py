@@ -14,8 +14,14 @@ from typing import Any
 
 
 @contextmanager
-def gguf_read_once() -> Iterator[None]:
-    """Within it every file is read once, and kept until it ends; one within another shares what the outer one has read."""
+def gguf_read_once(gguf_file: str | None) -> Iterator[None]:
+    """Within it every file is read once, and kept until it ends; one within another shares what the outer one has read.
+
+    `gguf_file`: the checkpoint's, as Transformers takes it; None for other kinds, for which nothing is done.
+    """
+    if gguf_file is None:
+        yield
+        return
     import gguf  # noqa: PLC0415  # only those who need it wait for it
 
     read, name_map = gguf.GGUFReader, gguf.get_tensor_name_map

@@ -65,7 +65,6 @@ def choose_devices(gpus: int) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", index) for index in range(gpus))
 
 
-@gguf_read_once()
 def load_stack(
     checkpoint: Checkpoint,
     *,
@@ -85,47 +84,48 @@ def load_stack(
     files = [] if checkpoint.gguf_file else _weight_files(checkpoint.directory)
     for file in files:
         read_entries(file)
-    config = _read_config(checkpoint, trust_remote_code=trust_remote_code)
-    model_class = _model_class(checkpoint, config, trust_remote_code=trust_remote_code)
-    text_config = type(config).sub_configs.get("text_config")
-    if text_config is not None and model_class.config_class is text_config:
-        config = config.get_text_config()
-    options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-    if checkpoint.gguf_file is not None:
-        # Whole weights: packed ones would compute in other kernels than the model's own.
-        options |= {"gguf_file": checkpoint.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-    built: list[DecoderStack] = []
-    try:
-        with ExitStack() as around:
-            around.enter_context(_ONE_AT_A_TIME)
-            around.enter_context(_quiet())
-            destinations = _Destinations(None, devices[0], {})
-            if len(devices) > 1:
-                around.enter_context(_no_dispatch())
-                destinations = _spread(model_class, config, devices, last_layer)
-            tensors = _on_devices(files, devices, destinations)
-            loaded: Any = _pruned_class(model_class, last_layer, built).from_pretrained(
-                None if tensors else checkpoint.directory,
-                state_dict=tensors,
-                config=config,
-                dtype=dtype,
-                device_map=destinations.device_map,
-                ignore_mismatched_sizes=True,  # they are refused below, all at once
-                local_files_only=True,
-                output_loading_info=True,
-                **options,
-            )
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"spec.model.source: the weights of {checkpoint} do not fit the memory of {len(devices)} x {devices[0]}; take "
-            f"devices with more memory, or spec.model.gpus above {len(devices)}",
-            reason="ModelTooLarge",
-        ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
-        raise ConfigError(
-            f"spec.model.source: {checkpoint} cannot be loaded as {model_class.__name__}: {_first_line(error)}",
-            reason="ModelNotLoadable",
-        ) from error
+    with gguf_read_once(checkpoint.gguf_file):
+        config = _read_config(checkpoint, trust_remote_code=trust_remote_code)
+        model_class = _model_class(checkpoint, config, trust_remote_code=trust_remote_code)
+        text_config = type(config).sub_configs.get("text_config")
+        if text_config is not None and model_class.config_class is text_config:
+            config = config.get_text_config()
+        options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+        if checkpoint.gguf_file is not None:
+            # Whole weights: packed ones would compute in other kernels than the model's own.
+            options |= {"gguf_file": checkpoint.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        built: list[DecoderStack] = []
+        try:
+            with ExitStack() as around:
+                around.enter_context(_ONE_AT_A_TIME)
+                around.enter_context(_quiet())
+                destinations = _Destinations(None, devices[0], {})
+                if len(devices) > 1:
+                    around.enter_context(_no_dispatch())
+                    destinations = _spread(model_class, config, devices, last_layer)
+                tensors = _on_devices(files, devices, destinations)
+                loaded: Any = _pruned_class(model_class, last_layer, built).from_pretrained(
+                    None if tensors else checkpoint.directory,
+                    state_dict=tensors,
+                    config=config,
+                    dtype=dtype,
+                    device_map=destinations.device_map,
+                    ignore_mismatched_sizes=True,  # they are refused below, all at once
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **options,
+                )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"spec.model.source: the weights of {checkpoint} do not fit the memory of {len(devices)} x {devices[0]}; take "
+                f"devices with more memory, or spec.model.gpus above {len(devices)}",
+                reason="ModelTooLarge",
+            ) from error
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
+            raise ConfigError(
+                f"spec.model.source: {checkpoint} cannot be loaded as {model_class.__name__}: {_first_line(error)}",
+                reason="ModelNotLoadable",
+            ) from error
     model, info = loaded
     _check_weights(checkpoint, model, built[-1], info)
     model.requires_grad_(False).eval()

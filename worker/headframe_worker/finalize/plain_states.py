@@ -31,7 +31,7 @@ class PlainStates:
             arguments["quantization_config"] = GgufConfig(dequantize=True)  # the weights that extract computes with
         if attention != "auto":
             arguments["attn_implementation"] = attention
-        with gguf_read_once():
+        with gguf_read_once(files.gguf_file):
             model = AutoModelForCausalLM.from_pretrained(
                 files.directory, config=files.config(), dtype=_TORCH_DTYPE[plan.model.dtype], **arguments
             )

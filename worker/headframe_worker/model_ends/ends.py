@@ -88,14 +88,13 @@ class ModelEnds:
         return cast("Tensor", self.norm(last.to(self.dtype)))
 
 
-@gguf_read_once()
 def load_ends(identity: ModelIdentity, access: ModelAccess, *, head: bool) -> ModelEnds:
     """The final norm, and with `head` the language head, of the model that a plan names.
 
     Raises ConfigError where the model is another one, or the weights cannot be told.
     """
     dtype = cast("torch.dtype", getattr(torch, identity.dtype))
-    with Checkpoint(identity, access) as checkpoint:
+    with Checkpoint(identity, access) as checkpoint, gguf_read_once(checkpoint.files.gguf_file):
         config = checkpoint.files.config().get_text_config(decoder=True)
         causal = _with_head(checkpoint, config, identity) if head else None
         bare, names = _built(checkpoint, config, causal)

@@ -72,7 +72,7 @@ def prepare(
     with scratch_space(scratch) as space:
         observer = tell(meter, stop or threading.Event())
         files = locate_model(spec.model, spec.s3, scratch=scratch, weights=False, observer=observer)
-        with gguf_read_once():
+        with gguf_read_once(files.gguf_file):
             model, size = describe_model(files, spec.model)
             states = _layout(spec, model)
             reading = open_reading(spec, files, model, scratch=space, observer=observer)
