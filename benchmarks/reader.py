@@ -31,13 +31,11 @@ from botocore.config import Config
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from synthetic_output import MADE_UP, write_extracted
+from synthetic_output import MADE_UP, write_finished
 
 from headframe_api.names import part_key
 from headframe_api.spec import S3Spec
-from headframe_worker.finalize.stage import finalize
 from headframe_worker.in_order import in_order
-from headframe_worker.meter import Meter
 from headframe_worker.reader import PartBatchSampler, StatesDataset, StatesStream
 from headframe_worker.reader.stored_part import read_header
 from headframe_worker.stores.local import LocalStore
@@ -89,8 +87,8 @@ def make_dataset(folder: Path, options: argparse.Namespace) -> StatesDataset:
     """Six slots in bfloat16, lengths spread about the mean, parts of 512 MiB (half the default)."""
     random = np.random.default_rng(0)
     lengths = [max(1, int(length)) for length in random.gamma(2.0, options.mean_length / 2, options.samples)]
-    output = write_extracted(
-        LocalStore(folder / "output"),
+    output = write_finished(
+        folder,
         lengths=lengths,
         layers=(1, 2, 3, 4, 5),
         hidden_size=options.hidden_size,
@@ -98,7 +96,6 @@ def make_dataset(folder: Path, options: argparse.Namespace) -> StatesDataset:
         part_target_bytes=512 << 20,
         refuse=False,
     )
-    finalize(output.job, output.store, scratch=folder / "scratch", meter=Meter("finalize"))
     return StatesDataset(output.directory)
 
 

@@ -14,18 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from synthetic_output import SyntheticOutput, write_extracted
+from synthetic_output import SyntheticOutput, write_finished
 from tiny_models import smollm2_gguf, smollm2_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headframe_api.plan import ModelIdentity
 from headframe_api.spec import ModelSpec, S3Spec
 from headframe_worker.engine.gguf_files import gguf_read_once
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.model_structure import describe_model
-from headframe_worker.stores.local import LocalStore
 
 LAYERS = 30
 DFLASH = (1, 8, 14, 20, 27)
@@ -99,8 +96,8 @@ def write_smollm2(
             found[:, -1] = last_from(tokens)
         return found
 
-    output = write_extracted(
-        LocalStore(directory / "output"),
+    return write_finished(
+        directory,
         tokens=chats(samples, max_length),
         states_of=states,
         layers=DFLASH,
@@ -111,8 +108,6 @@ def write_smollm2(
         refuse=False,
         **options,
     )
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
 
 
 def save_smollm2(directory: Path) -> Path:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +32,10 @@ from headframe_api.names import JOB_KEY, PLAN_KEY, part_key, quarantine_key, sha
 from headframe_api.parse import parse_job
 from headframe_api.plan import LengthPercentiles, ModelIdentity, Plan, ShardPlan, StatesLayout, TokensIdentity
 from headframe_api.spec import StateDtype
+from headframe_worker.finalize.stage import finalize
 from headframe_worker.format.cut import PartPlan, shard_parts
 from headframe_worker.format.part import PartArrays, decode_header, encode_part, header_bytes
+from headframe_worker.meter import Meter
 from headframe_worker.prepare.tokens_file import directory_files, tokens_writer
 from headframe_worker.stores.base import Store
 from headframe_worker.stores.local import LocalStore
@@ -153,6 +156,13 @@ def write_extracted(
     for shard in output.plan.shards:
         _write_tokens(output, shard)
         write_shard(output, shard)
+    return output
+
+
+def write_finished(directory: Path, **options: Any) -> SyntheticOutput:
+    """Write and finalize a dataset at `output` in a directory; the options are those of `write_extracted`."""
+    output = write_extracted(LocalStore(directory / "output"), **options)
+    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
     return output
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 from smollm2_output import save_smollm2, write_smollm2
-from synthetic_output import SyntheticOutput, write_extracted
+from synthetic_output import SyntheticOutput, write_extracted, write_finished
 from tiny_models import save
 from typer.testing import CliRunner
 
@@ -19,8 +19,6 @@ from headframe_worker.cli.main import app
 from headframe_worker.exporters.export import export
 from headframe_worker.exporters.samples import SourceDataset
 from headframe_worker.exporters.speculators import Speculators, write_tokens_directory
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
 from headframe_worker.stores.local import LocalStore
 from headframe_worker.trainers.speculators_launch import speculators_command
 from testbed.s3 import S3Server
@@ -61,8 +59,7 @@ def test_rows_and_batches_are_the_same_through_the_backend_and_from_files(
     tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backend reads the packed dataset in a bucket; the files are exports of the same dataset on a disk."""
-    output = write_extracted(LocalStore(tmp_path / "output"), layers=(1, 2, 4), shards=3)
-    finalize(output.job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
+    output = write_finished(tmp_path, layers=(1, 2, 4), shards=3)
     write_tokens_directory(SourceDataset.open(output.store), LocalStore(tmp_path / "work"))
     files = exported(output, tmp_path / "files", None)
     float8 = exported(output, tmp_path / "float8", "float8_e4m3fn")

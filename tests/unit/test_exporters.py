@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from synthetic_output import SyntheticOutput, encode, write_extracted
+from synthetic_output import SyntheticOutput, encode, write_extracted, write_finished
 
 from headframe_api.errors import ConfigError, TemporaryError
 from headframe_worker.exporters.deepspec import DeepSpec
@@ -27,8 +27,6 @@ from headframe_worker.exporters.samples import SourceDataset
 from headframe_worker.exporters.specforge import SpecForge, Strategy
 from headframe_worker.exporters.speculators import Speculators
 from headframe_worker.exporters.torch_files import TorchFiles
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
 from headframe_worker.model_ends.checkpoint import ModelAccess
 from headframe_worker.stores.base import Written
 from headframe_worker.stores.local import LocalStore
@@ -38,9 +36,7 @@ NOWHERE = ModelAccess()
 
 
 def finished(directory: Path, **options: Any) -> SyntheticOutput:
-    output = write_extracted(LocalStore(directory / "output"), **{"layers": (1, 2, 4), "shards": 3, **options})
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
+    return write_finished(directory, **{"layers": (1, 2, 4), "shards": 3, **options})
 
 
 def run(output: SyntheticOutput, exporter: Exporter, target: Path, share: tuple[int, int] = (0, 1)) -> Exported:

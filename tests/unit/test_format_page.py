@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_output import encode, write_extracted
+from synthetic_output import encode, write_extracted, write_finished
 
 from headframe_worker.finalize.samples_index import SAMPLES_SCHEMA
-from headframe_worker.finalize.stage import finalize
 from headframe_worker.format.part import decode_header, header_bytes
-from headframe_worker.meter import Meter
 from headframe_worker.stores.local import LocalStore
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -34,8 +32,7 @@ def test_the_reader_needs_numpy_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 def test_the_reader_reads_every_sample(tmp_path: Path, dtype: Any) -> None:
-    output = write_extracted(LocalStore(tmp_path / "output"), dtype=dtype)
-    finalize(output.job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
+    output = write_finished(tmp_path, dtype=dtype)
     reader: dict[str, Any] = {}
     exec(compile(CODE, "docs/format.md", "exec"), reader)
     seen = []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from smollm2_output import DFLASH, LAYERS, identity, smollm2, states_of, write_smollm2
-from synthetic_output import write_extracted
+from synthetic_output import write_finished
 from tiny_models import VOCABULARY, save
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -25,8 +25,6 @@ from headframe_api.plan import ModelIdentity
 from headframe_api.spec import ModelSpec, S3Spec
 from headframe_worker.cli.main import app
 from headframe_worker.engine.structure import find_stack
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
 from headframe_worker.model_ends.checkpoint import ModelAccess
 from headframe_worker.model_ends.ends import ModelEnds, load_ends
 from headframe_worker.model_ends.head_check import HeadCheck, head_check
@@ -34,7 +32,6 @@ from headframe_worker.model_ends.unit_states import share_after_norm
 from headframe_worker.model_source import ModelFiles, locate_model
 from headframe_worker.prepare.model_structure import describe_model
 from headframe_worker.reader import StatesDataset
-from headframe_worker.stores.local import LocalStore
 
 
 def described_files(directory: Path) -> ModelFiles:
@@ -180,8 +177,8 @@ def test_a_model_that_knows_nothing_is_not_blamed_for_its_states(tmp_path: Path)
         return last.pop().reshape(len(tokens), 1, -1)
 
     identity_of_model = described(tmp_path / "model")
-    output = write_extracted(
-        LocalStore(tmp_path / "output"),
+    output = write_finished(
+        tmp_path,
         tokens=[np.random.default_rng(row).integers(0, VOCABULARY, 60) for row in range(20)],
         states_of=states,
         layers=(),
@@ -189,7 +186,6 @@ def test_a_model_that_knows_nothing_is_not_blamed_for_its_states(tmp_path: Path)
         model_source=identity_of_model.source,
         refuse=False,
     )
-    finalize(output.job, output.store, scratch=tmp_path / "scratch", meter=Meter("finalize"))
     with pytest.raises(DataError, match=r"1 faults(.|\n)*cannot read this text(.|\n)*--deep computes samples again"):
         CliRunner().invoke(app, ["verify", str(output.directory), "--with-head"], catch_exceptions=False)
 

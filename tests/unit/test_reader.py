@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from synthetic_output import SyntheticOutput, encode, write_extracted
+from synthetic_output import SyntheticOutput, encode, write_extracted, write_finished
 from torch.utils.data import DataLoader
 
 from headframe_api.errors import ConfigError
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
 from headframe_worker.reader import Sample, StatesDataset
 from headframe_worker.stores.local import LocalStore
 
 
-def finished(directory: Path, **options: Any) -> SyntheticOutput:
-    output = write_extracted(LocalStore(directory / "output"), **options)
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
-
-
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> SyntheticOutput:
-    return finished(tmp_path_factory.mktemp("reader"))
+    return write_finished(tmp_path_factory.mktemp("reader"))
 
 
 def expected_states(output: SyntheticOutput, row: int) -> torch.Tensor:
@@ -53,7 +44,7 @@ def check(output: SyntheticOutput, sample: Sample) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("last", ["preNorm", "none"])
 def test_every_sample_reads_back(tmp_path: Path, dtype: str, last: str) -> None:
-    output = finished(tmp_path, dtype=dtype, last=last, shards=3)
+    output = write_finished(tmp_path, dtype=dtype, last=last, shards=3)
     dataset = StatesDataset(output.directory)
     assert [sample.row for sample in map(dataset.__getitem__, range(len(dataset)))] == output.kept
     for position in range(len(dataset)):
@@ -64,7 +55,7 @@ def test_every_sample_reads_back(tmp_path: Path, dtype: str, last: str) -> None:
 
 
 def test_states_come_in_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
-    output = finished(tmp_path, dtype="float8_e4m3fn")
+    output = write_finished(tmp_path, dtype="float8_e4m3fn")
     sample = StatesDataset(str(output.directory), dtype=torch.float32)[3]
     assert sample.hidden_states.dtype == torch.float32
     check(output, sample)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synthetic_output import SyntheticOutput, encode, write_extracted, write_shard
+from synthetic_output import SyntheticOutput, encode, write_extracted, write_finished, write_shard
 from torch.utils.data import DataLoader
 
 from headframe_api.names import part_key, shard_manifest_key
@@ -21,10 +21,7 @@ from headframe_worker.stores.local import LocalStore
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> SyntheticOutput:
-    directory = tmp_path_factory.mktemp("order")
-    output = write_extracted(LocalStore(directory / "output"), shards=3, part_target_bytes=8000)
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
+    return write_finished(tmp_path_factory.mktemp("order"), shards=3, part_target_bytes=8000)
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic_output import MADE_UP, SyntheticOutput, write_extracted
+from synthetic_output import MADE_UP, SyntheticOutput, write_finished
 
 from headframe_worker.documents import read_shard_manifest
 from headframe_worker.finalize.report.charts import area_chart
 from headframe_worker.finalize.report.runs import add_runs, throughput
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
-from headframe_worker.stores.local import LocalStore
 from testbed.tools import require, system_tool
 
 
 def finished(directory: Path, **options: object) -> tuple[SyntheticOutput, str]:
-    output = write_extracted(LocalStore(directory / "output"), **options)  # type: ignore[arg-type]
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
+    output = write_finished(directory, **options)
     return output, (output.directory / "report.html").read_text()
 
 

@@ -8,27 +8,22 @@ from pathlib import Path
 
 import datasets
 import pytest
-from synthetic_output import MADE_UP, SyntheticOutput, write_extracted
+from synthetic_output import MADE_UP, SyntheticOutput, write_finished
 from tiny_models import save
 from typer.testing import CliRunner
 
 from headframe_api.errors import ConfigError, DataError
 from headframe_api.layers import preset_layers
 from headframe_worker.cli.main import app
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
-from headframe_worker.stores.local import LocalStore
 
 
 def finished(directory: Path, *, last: str = "preNorm", layers: Sequence[int] | None = None) -> SyntheticOutput:
-    output = write_extracted(
-        LocalStore(directory / "output"),
+    return write_finished(
+        directory,
         layers=tuple(layers or preset_layers("dflash", 64)),
         last=last,
         model=MADE_UP.model_copy(update={"num_layers": 64, "hidden_size": 16}),
     )
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
 
 
 def run(*arguments: str) -> str:

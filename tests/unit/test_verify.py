@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from synthetic_output import SyntheticOutput, write_extracted, write_shard
+from synthetic_output import SyntheticOutput, write_extracted, write_finished, write_shard
 
 from headframe_api.errors import ConfigError
 from headframe_api.names import (
@@ -34,12 +33,6 @@ from headframe_worker.reader.stored_part import read_header
 from headframe_worker.stores.local import LocalStore
 
 
-def finished(directory: Path, **options: Any) -> SyntheticOutput:
-    output = write_extracted(LocalStore(directory / "output"), **options)
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
-
-
 def run(output: SyntheticOutput) -> Verification:
     return verify(
         output.store,
@@ -51,7 +44,7 @@ def run(output: SyntheticOutput) -> Verification:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
 def test_a_sound_dataset_has_no_faults(tmp_path: Path, dtype: str) -> None:
-    output = finished(tmp_path, dtype=dtype)
+    output = write_finished(tmp_path, dtype=dtype)
     result = run(output)
     assert result.faults == []
     assert result.samples == len(output.kept)
@@ -73,7 +66,7 @@ def test_a_part_whose_samples_were_all_refused_is_sound(tmp_path: Path, dtype: s
 
 
 def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
-    output = finished(tmp_path)
+    output = write_finished(tmp_path)
     sizes: list[int] = []
     read: list[int] = []
     verify(output.store, scratch=tmp_path / "scratch", on_size=sizes.append, on_bytes=read.append)
@@ -267,7 +260,7 @@ DAMAGE: dict[str, tuple[Callable[[SyntheticOutput], object], list[tuple[str, str
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_where_it_is(tmp_path: Path, damage: str) -> None:
-    output = finished(tmp_path)
+    output = write_finished(tmp_path)
     act, expected = DAMAGE[damage]
     act(output)
     faults = run(output).faults
@@ -278,7 +271,7 @@ def test_damage_is_found_where_it_is(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_fault_in_one_part_does_not_hide_another(tmp_path: Path) -> None:
-    output = finished(tmp_path)
+    output = write_finished(tmp_path)
     truncate(output)
     path = path_of(output, 0, 1)
     data = bytearray(path.read_bytes())
@@ -288,7 +281,7 @@ def test_a_fault_in_one_part_does_not_hide_another(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_dataset_is_not_verified(tmp_path: Path) -> None:
-    output = finished(tmp_path)
+    output = write_finished(tmp_path)
     (output.directory / SUCCESS_KEY).unlink()
     with pytest.raises(ConfigError, match="not finished"):
         run(output)
@@ -296,7 +289,7 @@ def test_an_unfinished_dataset_is_not_verified(tmp_path: Path) -> None:
 
 def test_a_small_error_in_every_value_is_found(tmp_path: Path) -> None:
     """The statistics are of the values before they were stored, so a systematic error of 2 % in the states shows."""
-    output = finished(tmp_path, dtype="float32")
+    output = write_finished(tmp_path, dtype="float32")
 
     def scale(values: bytearray) -> None:
         values[:] = (np.frombuffer(values, np.float32) * np.float32(1.02)).tobytes()

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic_output import write_extracted
+from synthetic_output import write_finished
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 from headframe_api.errors import ConfigError
 from headframe_api.plan import ModelIdentity
 from headframe_api.spec import ModelSpec, S3Spec
 from headframe_worker.finalize.deep import DeepCheck, deep_check
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.stores.local import LocalStore
 
@@ -72,8 +70,8 @@ def check(
         final = hidden[-1] if last == "postNorm" else before_norm[-1]
         return change(torch.stack([hidden[0], hidden[2], hidden[5], final], dim=2)[0].clone())
 
-    output = write_extracted(
-        LocalStore(directory / "output"),
+    output = write_finished(
+        directory,
         model=identity,
         model_source=str(source),
         vocabulary=97,
@@ -81,7 +79,6 @@ def check(
         last=last,
         **{"dtype": "float32"} | options,
     )
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
     return deep_check(
         output.plan,
         output.job,

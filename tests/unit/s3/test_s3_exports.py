@@ -6,23 +6,17 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from synthetic_output import SyntheticOutput, write_extracted
+from synthetic_output import SyntheticOutput, write_finished
 from typer.testing import CliRunner
 
 from headframe_api.errors import ConfigError
 from headframe_worker.cli.main import app
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
-from headframe_worker.stores.local import LocalStore
 from testbed.s3 import S3Server
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> SyntheticOutput:
-    directory = tmp_path_factory.mktemp("exports")
-    output = write_extracted(LocalStore(directory / "output"), layers=(1, 2, 4), last="preNorm", part_target_bytes=8000)
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
+    return write_finished(tmp_path_factory.mktemp("exports"), layers=(1, 2, 4), last="preNorm", part_target_bytes=8000)
 
 
 @pytest.fixture

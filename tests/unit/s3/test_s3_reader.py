@@ -9,26 +9,20 @@ from typing import cast
 
 import pytest
 import torch
-from synthetic_output import SyntheticOutput, encode, write_extracted
+from synthetic_output import SyntheticOutput, encode, write_finished
 from torch.utils.data import DataLoader
 
 from headframe_api.names import part_key
 from headframe_api.spec import S3Spec
-from headframe_worker.finalize.stage import finalize
-from headframe_worker.meter import Meter
 from headframe_worker.reader import PartBatchSampler, Sample, StatesDataset, StatesStream, collate_packed
 from headframe_worker.reader.stored_part import read_header
-from headframe_worker.stores.local import LocalStore
 from testbed.faulty_proxy import FaultyProxy, Request, operation
 from testbed.s3 import S3Server
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> SyntheticOutput:
-    directory = tmp_path_factory.mktemp("reader")
-    output = write_extracted(LocalStore(directory / "output"), shards=3, part_target_bytes=8000)
-    finalize(output.job, output.store, scratch=directory / "scratch", meter=Meter("finalize"))
-    return output
+    return write_finished(tmp_path_factory.mktemp("reader"), shards=3, part_target_bytes=8000)
 
 
 @pytest.fixture(scope="module")
