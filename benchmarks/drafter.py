@@ -151,7 +151,8 @@ def said_of_mistake(run: Run, mistake: str) -> dict[str, str]:
     said = {}
     for option in ("--with-head", "--deep"):
         found = headframe("verify", run.output(mistake), option, expect=None)
-        said[option] = found.stderr.strip() if found.returncode == 65 else f"NOT SEEN: {found.stdout.strip()}"
+        told = found.stderr if found.returncode == 65 else f"NOT SEEN: {found.stdout}"
+        said[option] = told.strip().replace(f"{run.work}/", "")
     return said
 
 
