@@ -23,10 +23,13 @@ from testbed.node import NODE_NAME, NodeCluster
 from testbed.process import Process, wait_until
 from testbed.prometheus import Prometheus
 from testbed.tools import go_tool, require
+from testbed.toxiproxy import Proxy, Toxiproxy
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 Json = dict[str, Any]
 SAMPLES = 24
+UPLOAD_KILOBYTES_PER_SECOND = 8
+"""Of a held worker, a connection: requests pass, a part of megabytes does not."""
 OUTAGE_SECONDS = float(os.environ.get("HEADFRAME_OUTAGE_SECONDS", "0"))
 """How long the store is gone at least; it is always gone until the status tells of it."""
 EMPTY_ON_A_GOOD_CPU_RUN = {
@@ -95,10 +98,17 @@ def installed(node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def quickstart(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def store(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """The way of all pods to the S3 server."""
+    with Toxiproxy(tmp_path_factory.mktemp("toxiproxy"), installed.cluster.host) as toxiproxy:
+        yield toxiproxy.proxy(installed.s3.endpoint.removeprefix("http://"))
+
+
+@pytest.fixture(scope="module")
+def quickstart(installed: Installed, store: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """The example, run to its end without a disturbance, and the Prometheus that watched."""
     with (
-        drafters(installed) as namespace,
+        drafters(installed, store) as namespace,
         Prometheus(tmp_path_factory.mktemp("prometheus"), installed.cluster, installed.documents()) as prometheus,
     ):
         started = time.time()
@@ -116,27 +126,45 @@ def quickstart(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def namespace(installed: Installed) -> Iterator[str]:
-    with drafters(installed) as name:
+def namespace(installed: Installed, store: Proxy) -> Iterator[str]:
+    with drafters(installed, store) as name:
         yield name
 
 
 @contextmanager
-def drafters(installed: Installed) -> Iterator[str]:
+def drafters(installed: Installed, store: Proxy) -> Iterator[str]:
     """A namespace with the store's credentials, under Restricted Pod Security."""
     with installed.cluster.namespace("drafters") as name:
         installed.cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
-        installed.give_credentials(name)
+        installed.give_credentials(name, endpoint=f"http://{store.address}")
         yield name
 
 
 def apply_example(installed: Installed, namespace: str, name: str = "cluster-quickstart") -> None:
-    """Half the samples: enough to be disturbed."""
+    """Half the example's samples."""
     job = yaml.safe_load(EXAMPLE.read_text())
     job["metadata"] |= {"name": name, "namespace": namespace}
     job["spec"]["output"]["uri"] = f"s3://{BUCKET}/{name}"
     job["spec"]["dataset"]["limit"] = SAMPLES
     installed.cluster.apply(job)
+
+
+@contextmanager
+def workers_that_last(installed: Installed, store: Proxy, namespace: str, name: str) -> Iterator[None]:
+    """From the moment the plan is made, uploads hardly move: no worker ends before the context does.
+
+    A few samples take a second or two, less than there is between two probes: else a worker could be over unseen.
+    """
+    wait_until(
+        lambda: installed.cluster.get("xj", name, namespace).get("status", {}).get("phase") == "Extracting",
+        timeout_seconds=300,
+        poll_seconds=0.2,
+    )
+    toxic = store.add("bandwidth", stream="upstream", rate=UPLOAD_KILOBYTES_PER_SECOND)
+    try:
+        yield
+    finally:
+        store.remove(toxic)
 
 
 def wait_for_success(installed: Installed, namespace: str, name: str = "cluster-quickstart") -> Json:
@@ -164,11 +192,17 @@ def wait_for_worker(installed: Installed, namespace: str) -> Json:
         ready = any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
         return ready and "deletionTimestamp" not in pod["metadata"]
 
-    def found() -> list[Json]:
-        return [pod for pod in extract_pods(installed, namespace) if extracts(pod)]
+    found: list[Json] = []
 
-    wait_until(found, timeout_seconds=600, poll_seconds=0.5)
-    return found()[0]
+    def look() -> bool:
+        found.extend(pod for pod in extract_pods(installed, namespace) if extracts(pod))
+        return bool(found)
+
+    try:
+        wait_until(look, timeout_seconds=300, poll_seconds=0.5)
+    except TimeoutError as error:
+        raise AssertionError(f"no worker extracts: {error}\n{installed.account(namespace)}") from None
+    return found[0]
 
 
 def waiting_is_told(installed: Installed, namespace: str, name: str) -> bool:
@@ -257,37 +291,43 @@ def test_prometheus_sees_the_run(quickstart: Run) -> None:
     assert {series["metric"]["alertname"] for series in firing} <= {"HeadframeGpuWaits"}
 
 
-def test_disruptions_change_nothing(installed: Installed, namespace: str, quickstart: Run) -> None:
+def test_disruptions_change_nothing(installed: Installed, store: Proxy, namespace: str, quickstart: Run) -> None:
     """A worker deleted, the operator restarted, the node drained, the store gone for a while: the same bits, no failure counted."""
     cluster, name = installed.cluster, "disrupted"
     apply_example(installed, namespace, name)
-    worker = wait_for_worker(installed, namespace)["metadata"]["name"]
-    cluster.kubectl("delete", "pod", worker, "-n", namespace, "--wait=false")
-    cluster.kubectl("rollout", "restart", "deployment/headframe", "-n", NAMESPACE)
-    wait_for_worker(installed, namespace)
-    cluster.kubectl("cordon", NODE_NAME)
-    try:
-        selector = "--pod-selector=headframe.dev/stage=extract"
-        cluster.kubectl("drain", NODE_NAME, selector, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=180s")
-    finally:
-        cluster.kubectl("uncordon", NODE_NAME)
-    cluster.kubectl("rollout", "status", "deployment/headframe", "-n", NAMESPACE, "--timeout=180s")
-    wait_for_worker(installed, namespace)
-    installed.s3.stop()
-    over = time.monotonic() + OUTAGE_SECONDS
-    try:
-        wait_until(lambda: waiting_is_told(installed, namespace, name), timeout_seconds=300, poll_seconds=0.5)
-        wait_until(lambda: time.monotonic() > over, OUTAGE_SECONDS + 1, poll_seconds=0.5)
-    finally:
-        installed.s3.start()
+    with workers_that_last(installed, store, namespace, name):
+        worker = wait_for_worker(installed, namespace)["metadata"]["name"]
+        cluster.kubectl("delete", "pod", worker, "-n", namespace, "--wait=false")
+        cluster.kubectl("rollout", "restart", "deployment/headframe", "-n", NAMESPACE)
+        wait_for_worker(installed, namespace)
+        drain_workers(cluster)
+        cluster.kubectl("rollout", "status", "deployment/headframe", "-n", NAMESPACE, "--timeout=180s")
+        wait_for_worker(installed, namespace)
+        installed.s3.stop()
+        over = time.monotonic() + OUTAGE_SECONDS
+        try:
+            wait_until(lambda: waiting_is_told(installed, namespace, name), timeout_seconds=300, poll_seconds=0.5)
+            wait_until(lambda: time.monotonic() > over, OUTAGE_SECONDS + 1, poll_seconds=0.5)
+        finally:
+            installed.s3.start()
     status = wait_for_success(installed, namespace, name)
     assert status["shards"]["failed"] == 0
     verify(name, installed)
     assert_same_output(name, installed, quickstart)
 
 
+def drain_workers(cluster: NodeCluster) -> None:
+    """Cordon the node, evict its workers, let it take pods again."""
+    cluster.kubectl("cordon", NODE_NAME)
+    try:
+        selector = "--pod-selector=headframe.dev/stage=extract"
+        cluster.kubectl("drain", NODE_NAME, selector, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=180s")
+    finally:
+        cluster.kubectl("uncordon", NODE_NAME)
+
+
 def test_an_upgrade_and_a_rollback_leave_a_running_job_alone(
-    installed: Installed, namespace: str, quickstart: Run
+    installed: Installed, store: Proxy, namespace: str, quickstart: Run
 ) -> None:
     """No pod is restarted or replaced. In between the release has NetworkPolicies, and what they should refuse is refused.
 
@@ -295,8 +335,9 @@ def test_an_upgrade_and_a_rollback_leave_a_running_job_alone(
     """
     cluster, name = installed.cluster, "upgraded"
     apply_example(installed, namespace, name)
-    worker = wait_for_worker(installed, namespace)
-    installed.s3.stop()
+    with workers_that_last(installed, store, namespace, name):
+        worker = wait_for_worker(installed, namespace)
+        installed.s3.stop()
     try:
         with network_policies_enforced(cluster), cluster.namespace("prometheus") as monitoring:
             upgrade_with_network_policies(installed, workers=namespace, prometheus=monitoring)

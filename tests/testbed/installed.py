@@ -7,7 +7,8 @@ import importlib.util
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,31 @@ class Installed:
         (pod,) = self.cluster.kubectl("get", "pods", "-n", NAMESPACE, "-l", label, "-o", "name").split()
         return pod.removeprefix("pod/")
 
-    def give_credentials(self, namespace: str) -> None:
-        """Make the Secret that the example names."""
+    def account(self, namespace: str) -> str:
+        """What the cluster tells of a namespace and of the operator: for the message of a test that waited in vain."""
+        asked = [
+            ("describe", "nodes"),
+            ("get", "pods", "-A", "-o", "wide"),
+            ("describe", "pods", "-n", NAMESPACE),
+            ("describe", "xj,jobs,pods", "-n", namespace),
+            ("get", "events", "-A", "--sort-by=.lastTimestamp"),
+            ("logs", "-n", NAMESPACE, "deployment/headframe", "--tail=100"),
+            ("logs", "-n", namespace, "-l", "headframe.dev/stage=extract", "--prefix", "--tail=50"),
+        ]
+        answers = [f"$ kubectl {' '.join(words)}\n{self._ask(words)}" for words in asked]
+        logs = [f"{log}\n{_last_lines(self.cluster.folder / log)}" for log in ("kubelet.log", "containerd.log")]
+        return "\n".join(answers + logs)
+
+    def _ask(self, words: Sequence[str]) -> str:
+        try:
+            return self.cluster.kubectl(*words)
+        except RuntimeError as error:
+            return str(error)
+
+    def give_credentials(self, namespace: str, endpoint: str | None = None) -> None:
+        """Make the Secret that the example names; `endpoint` may be a proxy before the S3 server."""
         data = {key: value for key, value in self.s3.environment.items() if key != "AWS_EC2_METADATA_DISABLED"}
+        data["AWS_ENDPOINT_URL"] = endpoint or self.s3.endpoint
         metadata = {"name": "s3-credentials", "namespace": namespace}
         self.cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": data})
 
@@ -77,6 +100,11 @@ def headframe_installed(cluster: NodeCluster, folder: Path) -> Iterator[Installe
             yield made
         finally:
             made.helm("uninstall", "headframe", "--ignore-not-found")
+
+
+def _last_lines(file: Path, count: int = 80) -> str:
+    with file.open(errors="replace") as lines:
+        return "".join(deque(lines, maxlen=count))
 
 
 def _image(component: str) -> str:
