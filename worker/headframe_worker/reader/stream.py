@@ -27,7 +27,8 @@ from headframe_worker.stores.local import LocalStore
 from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.open import open_store
 
-_LOCAL_READ_BYTES = 64 << 20
+_LOCAL_READ_BYTES = 4 << 20
+"""So little that the memory a sample leaves is used for the next ones, still in the processor's cache."""
 _REMOTE_READ_BYTES = 8 << 20
 _THREADS = 8
 _PARTS_AHEAD = 2
