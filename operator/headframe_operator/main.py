@@ -21,7 +21,7 @@ from headframe_operator.kopf_start import start_in_linear_time
 from headframe_operator.logs import configure_logs
 from headframe_operator.metrics import JobsCollector
 from headframe_operator.mirror import Key, Mirror
-from headframe_operator.poller import Poller
+from headframe_operator.poller import Poller, session_for_workers
 from headframe_operator.polling import poll_forever
 from headframe_operator.reconcile import Reconciler
 from headframe_operator.settings import Settings, read_settings
@@ -120,7 +120,7 @@ async def run(settings: Settings) -> None:
     current: list[Operator] = []
     async with (
         connect() as api,
-        aiohttp.ClientSession() as session,
+        session_for_workers() as session,
         serve(
             settings.port,
             ill=lambda: current[-1].ill() if current else None,

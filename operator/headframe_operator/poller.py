@@ -19,6 +19,11 @@ from headframe_operator.views import PodView
 _LARGEST_ANSWER_BYTES = 64 * 1024
 
 
+def session_for_workers() -> aiohttp.ClientSession:
+    """Each connection is closed after its answer: thousands of workers, asked every few seconds, would keep as many open."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+
+
 class Poller:
     """Keeps the last answer of each worker, and of a silent one how long it has been silent."""
 

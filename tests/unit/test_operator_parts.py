@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import re
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -21,7 +21,7 @@ from headframe_operator import index_lists
 from headframe_operator.api_server import ApiError, ApiServer
 from headframe_operator.child_names import child_name, job_label
 from headframe_operator.lookups import Inquiry, Warnings
-from headframe_operator.poller import Poller
+from headframe_operator.poller import Poller, session_for_workers
 from headframe_operator.rates import RateWindow
 from headframe_operator.settings import Settings, read_settings
 from headframe_operator.snapshot import Poll
@@ -30,6 +30,7 @@ from headframe_operator.views import pod_view
 from headframe_operator.work_queue import WorkQueue
 from testbed.process import free_port
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,60}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,60}[a-z0-9])?){0,3}", fullmatch=True)
 
@@ -240,6 +241,33 @@ def test_a_key_with_many_pods_rests_between_two_looks() -> None:
     assert all(later - earlier >= 0.19 for earlier, later in itertools.pairwise(looks))
 
 
+@asynccontextmanager
+async def serving(handlers: Mapping[str, Handler], port: int) -> AsyncIterator[list[web.Server]]:
+    """Workers at these addresses, all at one port; gives their servers."""
+    async with AsyncExitStack() as stack:
+        servers = []
+        for address, handler in handlers.items():
+            app = web.Application()
+            app.router.add_get("/progress", handler)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, address, port).start()
+            assert runner.server is not None
+            servers.append(runner.server)
+        yield servers
+
+
+async def poll_all(poller: Poller, addresses: Sequence[str]) -> list[Poll]:
+    """What the workers at these addresses answer."""
+    pods = [
+        replace(pod_view(pod("extract", index, run=True, uid=address)), address=address)
+        for index, address in enumerate(addresses)
+    ]
+    found = await poller.poll(pods, {})
+    return [found[address] for address in addresses]
+
+
 def test_a_workers_answer_may_come_in_pieces_but_lead_nowhere_else() -> None:
     port = free_port("127.7.0.1")
 
@@ -255,27 +283,31 @@ def test_a_workers_answer_may_come_in_pieces_but_lead_nowhere_else() -> None:
         raise web.HTTPFound(f"http://127.7.0.1:{port}/progress")
 
     async def answers() -> list[Poll]:
-        async with AsyncExitStack() as stack:
-            addresses = {"127.7.0.1": pieces, "127.7.0.2": elsewhere}
-            for address, handler in addresses.items():
-                app = web.Application()
-                app.router.add_get("/progress", handler)
-                runner = web.AppRunner(app)
-                await runner.setup()
-                stack.push_async_callback(runner.cleanup)
-                await web.TCPSite(runner, address, port).start()
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            pods = [
-                replace(pod_view(pod("extract", index, run=True, uid=address)), address=address)
-                for index, address in enumerate(addresses)
-            ]
-            found = await Poller(session, Settings(), port).poll(pods, {})
-            return [found[address] for address in addresses]
+        addresses = {"127.7.0.1": pieces, "127.7.0.2": elsewhere}
+        async with session_for_workers() as session, serving(addresses, port):
+            return await poll_all(Poller(session, Settings(), port), list(addresses))
 
     whole, led_astray = asyncio.run(answers())
     assert whole.progress is not None
     assert whole.progress.tokens == 70
     assert led_astray.progress is None
+
+
+def test_no_connection_to_a_worker_stays_open() -> None:
+    port, addresses = free_port("127.7.1.1"), [f"127.7.1.{number}" for number in range(1, 9)]
+
+    async def progress(_: web.Request) -> web.Response:
+        return web.json_response({"stage": "extract", "state": "running", "samples": 7, "tokens": 70})
+
+    async def scenario() -> None:
+        async with session_for_workers() as session, serving(dict.fromkeys(addresses, progress), port) as servers:
+            answers = await poll_all(Poller(session, Settings(), port), addresses)
+            assert all(answer.progress for answer in answers)
+            async with asyncio.timeout(5):
+                while any(server.connections for server in servers):  # noqa: ASYNC110  (nothing tells of their end)
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
 
 
 def test_every_setting_is_documented() -> None:
