@@ -43,6 +43,15 @@ _IS_HUB_ID = (
     "self.source.split('/').size() <= 2"
 )
 
+
+def _file_uri_is_whole(field: str) -> Rule:
+    return Rule(
+        f"!self.{field}.startsWith('file://') || self.{field}.startsWith('file:///')",
+        f"{field}: a file URI gives the path from the root; write file:///path",
+        field,
+    )
+
+
 MODEL_RULES: dict[type[BaseModel], tuple[Rule, ...]] = {
     ModelSpec: (
         Rule(
@@ -50,8 +59,10 @@ MODEL_RULES: dict[type[BaseModel], tuple[Rule, ...]] = {
             "revision applies to hub ids only; take it away or name a hub id in source",
             "revision",
         ),
+        _file_uri_is_whole("source"),
     ),
     DatasetSpec: (
+        _file_uri_is_whole("source"),
         Rule(
             f"!has(self.columns) || self.columns.all(key, key in {list(COLUMNS)})",
             f"columns has an unknown key; allowed: {', '.join(COLUMNS)}",
@@ -85,6 +96,7 @@ MODEL_RULES: dict[type[BaseModel], tuple[Rule, ...]] = {
             "uri names no bucket; write s3://bucket/prefix",
             "uri",
         ),
+        _file_uri_is_whole("uri"),
     ),
     S3Spec: (
         Rule(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from urllib.parse import unquote, urlsplit
 
 from headframe_api.names import CACHE_PATH
-from headframe_api.spec import ExtractionJobSpec, is_hub_id
+from headframe_api.spec import ExtractionJobSpec, is_hub_id, local_path
 
 _DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow")
 _GLOB = frozenset("*?[")
@@ -26,14 +25,14 @@ class LocalPath:
 def local_paths(spec: ExtractionJobSpec) -> Iterator[LocalPath]:
     """The fields of a spec that name a path of the machine, not a hub id or an `s3://` URI."""
     model, dataset = spec.model.source, spec.dataset.source
-    if (path := _path_of(model)) is not None and not is_hub_id(model):
+    if (path := local_path(model)) is not None and not is_hub_id(model):
         yield LocalPath("spec.model.source", path)
-    if (path := _path_of(dataset)) is not None and (not is_hub_id(dataset) or _names_files(dataset)):
+    if (path := local_path(dataset)) is not None and (not is_hub_id(dataset) or _names_files(dataset)):
         yield LocalPath("spec.dataset.source", path)
     template = spec.dataset.chat_template
     if template is not None and "\n" not in template and template.startswith(("/", ".")):
         yield LocalPath("spec.dataset.chatTemplate", template)
-    if (path := _path_of(spec.output.uri)) is not None:
+    if (path := local_path(spec.output.uri)) is not None:
         yield LocalPath("spec.output.uri", path, written=True)
 
 
@@ -53,12 +52,6 @@ def unmounted_paths(spec: ExtractionJobSpec) -> list[str]:
         elif local.written and mounts[max(where, key=len)]:
             faults.append(f"{local.field}: {local.path} lies on a read-only mount; mount it without readOnly")
     return faults
-
-
-def _path_of(source: str) -> str | None:
-    if source.startswith("file://"):
-        return unquote(urlsplit(source).path)
-    return None if "://" in source else source
 
 
 def _names_files(source: str) -> bool:

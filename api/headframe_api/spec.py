@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import unquote
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from headframe_api.base import KubernetesModel
 from headframe_api.worker_spec import WorkerSpec
@@ -12,15 +13,23 @@ from headframe_api.worker_spec import WorkerSpec
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1, le=2_147_483_647)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=255)]
-Location = Annotated[str, Field(min_length=1, max_length=2048)]
 StateDtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
+
+
+def _file_uri_is_whole(location: str) -> str:
+    if location.startswith("file://") and not location.startswith("file:///"):
+        raise ValueError("a file URI gives the path from the root; write file:///path")
+    return location
+
+
+Location = Annotated[str, Field(min_length=1, max_length=2048), AfterValidator(_file_uri_is_whole)]
 
 
 class ModelSpec(KubernetesModel):
     """The model whose hidden states are extracted."""
 
     source: Location
-    """Hub id (`Qwen/Qwen3-8B`), `s3://bucket/prefix`, a directory, or a `.gguf` file."""
+    """Hub id (`Qwen/Qwen3-8B`), `s3://bucket/prefix`, a directory, or a `.gguf` file; a path may be written as `file:///path`."""
     revision: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     """Branch, tag or commit of a hub id; prepare pins it to the commit. Only for hub ids."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -43,7 +52,7 @@ class DatasetSpec(KubernetesModel):
     """The text, or the tokens, that go through the model."""
 
     source: Location
-    """Hub id, or a path, glob or `s3://` URI of `.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.arrow` files or a `save_to_disk` directory."""
+    """Hub id, or a path, glob, `file:///` or `s3://` URI of `.jsonl[.gz|.zst]`, `.json`, `.parquet`, `.arrow` files or a `save_to_disk` directory."""
     split: Annotated[str, Field(min_length=1, max_length=255)] = "train"
     """Split of a hub dataset or of a `save_to_disk` DatasetDict."""
     format: Literal["auto", "messages", "promptCompletion", "text", "tokens"] = "auto"
@@ -197,3 +206,10 @@ def is_hub_id(source: str) -> bool:
     if "://" in source or source.startswith(("/", ".", "~")) or source.endswith((".gguf", "/")):
         return False
     return source.count("/") <= 1
+
+
+def local_path(location: str) -> str | None:
+    """The path that a location names, be it as `file:///path` with percent-encoding; None where it has another scheme."""
+    if location.startswith("file://"):
+        return unquote(location.removeprefix("file://"))
+    return None if "://" in location else location

@@ -29,6 +29,8 @@ def spec(*patches: Json) -> ExtractionJobSpec:
         ({"dataset": {"source": "data/*"}}, "spec.dataset.source", "data/*"),
         ({"dataset": {"source": "/data/saved"}}, "spec.dataset.source", "/data/saved"),
         ({"dataset": {"chatTemplate": "/data/t.jinja"}}, "spec.dataset.chatTemplate", "/data/t.jinja"),
+        ({"model": {"source": "file:///models/a%20b"}}, "spec.model.source", "/models/a b"),
+        ({"dataset": {"source": "file:///data/?.jsonl"}}, "spec.dataset.source", "/data/?.jsonl"),
         ({"output": {"uri": "file:///out%20put"}}, "spec.output.uri", "/out put"),
         ({"output": {"uri": "out"}}, "spec.output.uri", "out"),
     ],

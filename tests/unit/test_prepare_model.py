@@ -84,6 +84,7 @@ def test_the_revision_of_files_is_their_content(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", str(tmp_path / "one"), str(copy)], check=True)
     assert locate(copy, tmp_path).revision == one.revision
+    assert locate(copy.as_uri(), tmp_path).revision == one.revision
     whole = locate_model(ModelSpec(source=str(copy)), S3Spec(), scratch=tmp_path, weights=True)
     assert whole.revision == one.revision
     model = LlamaForCausalLM.from_pretrained(copy)

@@ -330,7 +330,7 @@ def test_globs_mix_kinds_and_keep_their_order(bench: Bench) -> None:
     assert bench.ids() == ["0"]
     (bench.folder / "data").rename(bench.folder / "données 1")
     bench.output = bench.folder / "uri"
-    bench.prepare(f"{bench.folder.as_uri()}/donn%C3%A9es%201/*.jsonl")
+    bench.prepare(f"{bench.folder.as_uri()}/donn%C3%A9es%201/?.jsonl")
     assert bench.ids() == ["0"]
 
 

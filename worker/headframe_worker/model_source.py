@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headframe_api.errors import ConfigError, TemporaryError
-from headframe_api.spec import ModelSpec, S3Spec, is_hub_id
+from headframe_api.spec import ModelSpec, S3Spec, is_hub_id, local_path
 from headframe_worker.stores.base import ObjectInfo, Store
 from headframe_worker.stores.observer import UNOBSERVED, StoreObserver
 from headframe_worker.stores.open import open_store
@@ -95,7 +95,7 @@ def locate_model(
     used where they lie. A hub id honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE. Raises ConfigError where there is no such
     model, TemporaryError where it cannot be reached now.
     """
-    path = Path(spec.source).expanduser()
+    path = Path(local_path(spec.source) or spec.source).expanduser()
     if spec.source.startswith("s3://"):
         uri, _, name = spec.source.rpartition("/") if spec.source.endswith(".gguf") else (spec.source, "", None)
         store = open_store(uri, s3, observer=observer)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote
 
 from headframe_api.errors import ConfigError, TemporaryError
-from headframe_api.spec import DatasetSpec, S3Spec, is_hub_id
+from headframe_api.spec import DatasetSpec, S3Spec, is_hub_id, local_path
 from headframe_worker.stores.base import ObjectInfo, Store
 from headframe_worker.stores.local import LocalStore
 from headframe_worker.stores.observer import UNOBSERVED, StoreObserver
@@ -52,7 +51,7 @@ def find_source(spec: DatasetSpec, s3: S3Spec, *, observer: StoreObserver = UNOB
     source = spec.source
     if source.startswith("s3://"):
         return _from_s3(spec, s3, observer)
-    path = Path(unquote(source.removeprefix("file://")) if source.startswith("file://") else source).expanduser()
+    path = Path(local_path(source) or source).expanduser()
     if path.is_file():
         store = LocalStore(path.parent)
         return _from_files(spec, store, [store.info(path.name)])
