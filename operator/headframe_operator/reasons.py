@@ -259,9 +259,10 @@ def failure_of(pod: PodView) -> Obstacle:
         return Obstacle(
             "OOMKilled", f"{where} was killed for using more memory than its limit; raise it in spec.worker.resources"
         )
+    said = (pod.report.message if pod.report is not None else pod.failure) or "it left no message"
+    said = " ".join(said.split())  # conditions and Events are read in one line
     if pod.report is not None and pod.report.reason:
-        return Obstacle(pod.report.reason, f"{where}: {pod.report.message}")
-    said = pod.report.message if pod.report is not None else pod.failure or "it left no message"
+        return Obstacle(pod.report.reason, f"{where}: {said}")
     code = "" if pod.exit_code is None else f" with exit code {pod.exit_code}"
     return Obstacle("PodFailed", f"{where} failed{code}: {said}")
 

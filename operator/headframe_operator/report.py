@@ -21,7 +21,7 @@ from headframe_operator.deadlines import worker_has_run
 from headframe_operator.decision import Note
 from headframe_operator.outcomes import Failure, output_of, prepare_quarantined
 from headframe_operator.reasons import Obstacle, wanted_pods
-from headframe_operator.snapshot import Snapshot
+from headframe_operator.snapshot import Rates, Snapshot
 from headframe_operator.times import to_text
 from headframe_operator.totals import done_so_far, finished_shards
 
@@ -262,6 +262,8 @@ def _progress(s: Situation, old: ProgressSummary | None, now: datetime) -> Progr
             update={**whole, "samples_per_second": 0.0, "tokens_per_second": 0.0, "estimated_completion_time": None}
         )
     done, rates = done_so_far(s.snapshot, s.plan), s.snapshot.rates
+    if not s.running and (s.suspended or s.queued or s.obstacles):
+        rates = Rates()  # the window still holds the minute before; a gap between two shards stays in it
     left = s.plan.tokens - done.tokens
     end = None
     if rates.tokens_per_second > 0 and left > 0 and s.running:

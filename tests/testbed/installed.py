@@ -16,7 +16,7 @@ from typing import Any
 
 from testbed.helm import CHART, ROOT, helm, render
 from testbed.images import base_image, build_image
-from testbed.node import NodeCluster, borrowed_node_cluster
+from testbed.node import GPUS, NodeCluster, borrowed_node_cluster
 from testbed.process import wait_until
 from testbed.s3 import S3Server
 from testbed.tools import CACHE, go_tool
@@ -140,7 +140,8 @@ def _main() -> None:
         settings = " ".join(f"{key}={value}" for key, value in installed.s3.environment.items())
         print(
             f"""
-Headframe runs on one real node. In another terminal:
+Headframe runs on one real node, which says that it has {GPUS} GPUs though it has none: they are for the scheduler, and a worker that
+asks for one ends with NoGpu. In another terminal:
 
   export KUBECONFIG={cluster.kubeconfig} PATH={go_tool("kube", "kubectl").parent}:{go_tool("helm").parent}:$PATH
   kubectl apply -f examples/cluster-quickstart.yaml

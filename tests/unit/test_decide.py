@@ -1,5 +1,6 @@
 """The decision by tables: what is observed, and what must come of it."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from kubernetes_objects import EARLIER, NOW, PLAN, SETTINGS, Json, event, extrac
 
 from headframe_api.progress import Progress
 from headframe_operator.decide import decide
-from headframe_operator.snapshot import Poll, Refusal, Snapshot
+from headframe_operator.snapshot import Poll, Rates, Refusal, Snapshot
 
 _WORDS = {"PLAN": PLAN, "EARLIER": EARLIER, "T": EARLIER}
 CASES: list[Json] = yaml.safe_load((Path(__file__).parents[1] / "data/operator/decisions.yaml").read_text())
@@ -129,3 +130,29 @@ def test_a_new_phase_is_told_by_what_it_is_about() -> None:
     assert [(note.type, note.reason, note.message) for note in decision.notes] == [
         ("Normal", "Extracting", "the plan has 80 samples with 8,000 tokens in 4 shards")
     ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "last_pod", "rate"),
+    [
+        ({}, {"run": True}, 7.0),
+        ({}, {}, 7.0),
+        ({"suspend": True}, None, 0.0),
+        ({"suspend": True}, {"run": True}, 7.0),
+        ({"workers": 0}, None, 0.0),
+        ({}, {"unschedulable": "0/3 nodes are available"}, 0.0),
+    ],
+    ids=["running", "between two shards", "suspended", "until it is suspended", "no workers", "no node"],
+)
+def test_a_rate_is_told_only_where_work_goes_on(spec: Json, last_pod: Json | None, rate: float) -> None:
+    x = extraction(spec, {"phase": "Extracting", "plan": PLAN})
+    pods = [pod("extract", 0, exit=0, said={"samples": 20, "tokens": 2000})]
+    pods += [pod("extract", 1, **last_pod)] if last_pod is not None else []
+    observed = replace(
+        snapshot(x, [job(x, "extract", spec={"parallelism": spec.get("workers", 1)})], pods), rates=Rates(7.0, 700.0)
+    )
+    status = decide(observed, NOW, SETTINGS).status
+    assert status is not None
+    assert status.progress is not None
+    assert status.progress.samples == 20
+    assert (status.progress.samples_per_second, status.progress.tokens_per_second) == (rate, 100 * rate)

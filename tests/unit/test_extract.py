@@ -260,23 +260,27 @@ def test_a_restart_computes_only_what_is_missing(tmp_path: Path, checkpoint: Pat
     assert meter.samples == sum(whole.parts[part].samples for part in lost)
 
 
-def test_a_committed_shard_loads_no_model(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_committed_shard_loads_no_model(tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     job, plan, store = prepare(tmp_path, checkpoint, sound_samples())
     manifest = extractor(job, plan, store).run(0)
+    caplog.set_level("INFO", "headframe_worker")
     second = extractor(job, plan, store)
     assert second.run(0) == manifest
+    assert "shard 0 is committed already" in caplog.text
     assert second._engine is None
 
 
-def test_only_the_manifest_is_missing(tmp_path: Path, checkpoint: Path) -> None:
+def test_only_the_manifest_is_missing(tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     job, plan, store = prepare(tmp_path, checkpoint, sound_samples())
     manifest = extractor(job, plan, store).run(0)
     (tmp_path / shard_manifest_key(0)).unlink()
+    caplog.set_level("INFO", "headframe_worker")
     second = extractor(job, plan, store)
     again = second.run(0)
     assert second._engine is None
     assert again.parts == manifest.parts
     assert again.runs == []
+    assert f"shard 0: of its parts {len(manifest.parts)} are committed already, 0 are missing" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["part", "manifest"])

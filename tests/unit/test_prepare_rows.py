@@ -256,6 +256,10 @@ def test_auto_names_the_columns_where_it_cannot_decide(bench: Bench) -> None:
     path = tiny.write_jsonl(bench.folder / "rows.jsonl", [{"body": "a", "title": "b"}])
     with pytest.raises(ConfigError, match=r"body, title.*spec\.dataset\.columns"):
         bench.prepare(path)
+    with pytest.raises(
+        ConfigError, match=r"spec\.dataset\.columns: .*no column corpus \(for text\); it has body, title"
+    ):
+        bench.prepare(path, dataset_={"columns": {"text": "corpus", "id": "title"}})
     assert bench.prepare(path, dataset_={"columns": {"text": "body"}}).plan.tokens_from.format == "text"
 
 

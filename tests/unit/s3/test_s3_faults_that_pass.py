@@ -166,7 +166,7 @@ def test_an_outage_longer_than_the_budget_ends_in_a_temporary_error(
     store = S3Store(uri, S3Spec(endpoint=f"http://{link.address}"), tuning=tuning)
     store.check_writable()
     link.cut()
-    with pytest.raises(TemporaryError, match=r"PutObject failed \d+ times over .*run the same command again"):
+    with pytest.raises(TemporaryError, match=r"PutObject failed \d+ times over .*run it again"):
         store.write("k", [SMALL])
     store.close()
     link.delete()

@@ -104,7 +104,18 @@ def test_tls_to_a_port_without_it_and_a_profile_that_is_not_there_are_named(
 def test_a_host_that_does_not_exist_is_not_waited_for_long(uri: str) -> None:
     policy = replace(FAST, budget_seconds=600, unknown_host_seconds=0.2)
     store = S3Store(uri, S3Spec(endpoint="http://no-such-host.invalid"), tuning=replace(TUNING, retry=policy))
-    with pytest.raises(TemporaryError, match=r"no-such-host\.invalid"):
+    with pytest.raises(TemporaryError, match=r"no-such-host\.invalid") as caught:
+        store.check_writable()
+    assert "AWS was asked" not in caught.value.message
+
+
+def test_who_forgot_the_endpoint_is_told_that_aws_was_asked(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = replace(FAST, budget_seconds=600, unknown_host_seconds=0.2)
+    for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    # No such region, so that its host is unknown wherever this runs.
+    store = S3Store(uri, S3Spec(region="xx-nowhere-1"), tuning=replace(TUNING, retry=policy))
+    with pytest.raises(TemporaryError, match=r"no endpoint is set, so AWS was asked: set spec\.s3\.endpoint"):
         store.check_writable()
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headframe_api.errors import StoppedError
-from headframe_worker.cli.console import Json, Quiet, err, facts_table, out, print_note, print_warning
+from headframe_worker.cli.console import Json, Quiet, counted, err, facts_table, out, print_note, print_warning
 from headframe_worker.cli.output_argument import Scratch
 from headframe_worker.cli.run import JobFile
 from headframe_worker.job_file import load_job
@@ -162,7 +162,7 @@ def _lines(job: ExtractionJob, result: BenchResult) -> Iterator[tuple[str, str]]
     yield "batches", f"{result.batch_tokens:,} tokens, of which padding {result.padding_fraction:.1%}{retries}"
     yield (
         "measured end to end",
-        f"{trial.tokens:,} tokens in {trial.seconds:.1f} s, {trial.parts} parts, {human_bytes(trial.bytes)} to {trial.uri}",
+        f"{trial.tokens:,} tokens in {trial.seconds:.1f} s, {counted(trial.parts, 'part')}, {human_bytes(trial.bytes)} to {trial.uri}",
     )
     yield "where the time goes", _shares(trial, ("forward", *WAITS), rest="start and last write")
     yield "beside the forward", _shares(trial, ("data", "copy", "write"))

@@ -41,6 +41,11 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 part`, `2,048 parts`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def print_error(error: HeadframeError) -> None:
     """`error: ...`; the text is the user's data and is never read as markup."""
     err.print(Text.assemble(("error: ", "bold red"), error.message))

@@ -9,7 +9,7 @@ import typer
 
 from headframe_api.names import SHARD_ENVIRONMENT, shard_prefix
 from headframe_api.progress import TerminationMessage
-from headframe_worker.cli.console import Quiet, print_note
+from headframe_worker.cli.console import Quiet, counted, print_note
 from headframe_worker.cli.pod_stage import Manifest, Port
 
 Shard = Annotated[
@@ -55,8 +55,8 @@ def command(
         quarantined = sum(len(part.quarantined) for part in result.parts)
         if not quiet:
             print_note(
-                f"shard {shard}: {result.samples:,} samples, {result.tokens:,} tokens in {len(result.parts):,} parts"
-                + (f", {quarantined:,} samples in quarantine" if quarantined else "")
+                f"shard {shard}: {counted(result.samples, 'sample')}, {result.tokens:,} tokens in {counted(len(result.parts), 'part')}"
+                + (f", {counted(quarantined, 'sample')} in quarantine" if quarantined else "")
             )
         return completed("extract").model_copy(
             update={

@@ -14,7 +14,7 @@ from rich.text import Text
 from headframe_api.errors import HeadframeError
 from headframe_api.manifests import DatasetManifest
 from headframe_api.names import JOB_KEY
-from headframe_worker.cli.console import Json, facts_table, out, print_note
+from headframe_worker.cli.console import Json, counted, facts_table, out, print_note
 from headframe_worker.cli.export import Trainer
 from headframe_worker.cli.output_argument import Output, open_output
 from headframe_worker.size import human_bytes
@@ -99,7 +99,7 @@ def _summary_lines(uri: str, manifest: DatasetManifest) -> list[tuple[str, str]]
             f"{manifest.tokens:,}, {manifest.loss_tokens:,} of them to learn ({manifest.tokens_from.loss_mask})",
         ),
         ("lengths", _lengths(manifest)),
-        ("size", f"{human_bytes(manifest.bytes)} in {sum(shard.parts for shard in manifest.shards):,} parts"),
+        ("size", f"{human_bytes(manifest.bytes)} in {counted(sum(shard.parts for shard in manifest.shards), 'part')}"),
         ("shards", f"{len(manifest.shards):,}"),
         ("quarantine", quarantined),
         ("made", f"{manifest.created_at} from {manifest.tokens_from.source} ({manifest.tokens_from.format})"),

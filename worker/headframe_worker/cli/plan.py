@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headframe_api.plan import Plan
-from headframe_worker.cli.console import Json, Quiet, err, out, print_note
+from headframe_worker.cli.console import Json, Quiet, counted, err, out, print_note
 from headframe_worker.cli.pod_stage import Manifest
 from headframe_worker.cli.prepare import Fresh, Processes, Scratch
 from headframe_worker.size import human_bytes
@@ -92,7 +92,7 @@ def _table(plan: Plan, uri: str, gpus: int, replicas: int, hours: float | None) 
             "lengths",
             f"{lengths.minimum} to {lengths.maximum}, mean {lengths.mean:.1f}, p50 {lengths.p50}, p90 {lengths.p90}, p99 {lengths.p99}",
         ),
-        ("shards", f"{len(plan.shards)}, {sum(shard.parts for shard in plan.shards)} parts"),
+        ("shards", f"{len(plan.shards)}, {counted(sum(shard.parts for shard in plan.shards), 'part')}"),
         ("bytes", f"{human_bytes(plan.bytes)} in {uri}"),
         ("quarantined", ", ".join(f"{reason} {count:,}" for reason, count in plan.quarantined.items()) or "none"),
     ]

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from headframe_api.errors import DataError
 from headframe_api.names import JOB_KEY
-from headframe_worker.cli.console import Json, Quiet, err, out, print_note
+from headframe_worker.cli.console import Json, Quiet, counted, err, out, print_note
 from headframe_worker.cli.export import Model, RemoteCode
 from headframe_worker.cli.output_argument import Output, Scratch, open_output
 from headframe_worker.size import human_bytes
@@ -96,7 +96,7 @@ def command(
         raise DataError(f"{store.uri}: {len(faults)} faults:\n{fault_list(faults)}", reason="Unsound")
     if not quiet and not json:
         out.print(
-            f"{store.uri} is sound: {result.samples:,} samples, {result.tokens:,} tokens, {result.parts:,} parts, "
+            f"{store.uri} is sound: {counted(result.samples, 'sample')}, {result.tokens:,} tokens, {counted(result.parts, 'part')}, "
             f"{human_bytes(result.bytes)} read"
         )
         if head:

@@ -202,7 +202,7 @@ def _check_against_plan(num_layers: int, layout: StatesLayout) -> None:
     if num_layers != layout.last_layer + 1:
         raise ConfigError(
             f"spec.model.source: the checkpoint has {num_layers} layers, the plan was made for {layout.last_layer + 1}; "
-            "prepare again (--fresh)",
+            "use another output, or delete what is there and begin anew",
             reason="PlanMismatch",
         )
 

@@ -93,8 +93,16 @@ class Extractor:
         sizes = {info.key: info.size_bytes for info in self.output.list(shard_prefix(shard))}
         key = shard_manifest_key(shard)
         if key in sizes and self.output.exists(key):
+            logger.info("shard %d is committed already", shard)
             return self._manifest(shard)
         work = _ShardWork(self, entry, self._tokens(entry), sizes)
+        if work.entries:
+            logger.info(
+                "shard %d: of its parts %d are committed already, %d are missing",
+                shard,
+                len(work.entries),
+                len(work.missing),
+            )
         if work.missing:
             engine = self._load(work.tokens, work.missing[0])
             record = RunRecord(self.meter)

@@ -102,7 +102,7 @@ def _format(spec: ExtractionJobSpec, columns: Columns, peeked: list[Block]) -> t
     decisions = (decide_format(columns, row) for row in rows)
     decided = next((decision for decision in decisions if decision), None)
     if decided is None:
-        raise undecided({name for row in rows for name in row})
+        raise undecided(columns, {name for row in rows for name in row})
     return *decided, with_mask
 
 

@@ -16,6 +16,8 @@ from headframe_worker.stores.base import Store
 from headframe_worker.stores.missing import MissingObjectError
 
 _WORDS_ONLY = "format_reason"
+AFRESH = "use another output, or delete what is there (`headframe run --fresh` does) and begin anew"
+"""The two ways out where an output cannot be gone on with, for a manifest on a cluster too."""
 
 
 def read_plan(output: Store) -> Plan | None:
@@ -30,12 +32,12 @@ def read_plan(output: Store) -> Plan | None:
         fault = error.errors(include_url=False)[0]
         where = ".".join(map(str, fault["loc"]))
         raise ConfigError(
-            f"{output.uri}/{PLAN_KEY}: not a plan of this version: {where}: {fault['msg']}; use another output, or --fresh",
+            f"{output.uri}/{PLAN_KEY}: not a plan of this version: {where}: {fault['msg']}; {AFRESH}",
             reason="PlanUnreadable",
         ) from error
     if plan_digest(json.loads(text)) != plan.digest:
         raise ConfigError(
-            f"{output.uri}/{PLAN_KEY}: its digest does not match its content; use --fresh", reason="PlanUnreadable"
+            f"{output.uri}/{PLAN_KEY}: its digest does not match its content; {AFRESH}", reason="PlanUnreadable"
         )
     return plan
 
@@ -73,7 +75,7 @@ def check_same_inputs(
                 [
                     f"{output.uri} was prepared from other inputs:",
                     *different,
-                    "use another output, or --fresh to delete what is there and begin anew",
+                    AFRESH,
                 ]
             ),
             reason="InputsChanged",
@@ -83,6 +85,6 @@ def check_same_inputs(
     missing = [key for key in unlisted if not output.exists(key)]
     if missing:
         raise ConfigError(
-            f"{output.uri}: {missing[0]} is missing ({len(missing)} of {len(plan.shards)} files of tokens); use --fresh",
+            f"{output.uri}: {missing[0]} is missing ({len(missing)} of {len(plan.shards)} files of tokens); {AFRESH}",
             reason="TokensMissing",
         )

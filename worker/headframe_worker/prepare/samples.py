@@ -70,11 +70,18 @@ def decide_format(columns: Columns, names: Iterable[str]) -> tuple[Format, str] 
     return None
 
 
-def undecided(names: Iterable[str]) -> ConfigError:
-    """What to tell a user whose columns speak for no format."""
+def undecided(columns: Columns, names: Iterable[str]) -> ConfigError:
+    """What to tell a user whose columns speak for no format: the ones that `columns` names and that are not there, else all."""
+    present = set(names)
+    vain = sorted(f"{theirs} (for {ours})" for ours, theirs in columns.renamed.items() if theirs not in present)
+    if vain:
+        return ConfigError(
+            f"spec.dataset.columns: the dataset has no column {' or '.join(vain)}; it has {', '.join(sorted(present)) or 'none'}",
+            reason="UnknownFormat",
+        )
     return ConfigError(
         f"spec.dataset.format: auto finds none of messages, conversations, prompt with completion, text or input_ids among the "
-        f"columns ({', '.join(sorted(names)) or 'none'}); name yours in spec.dataset.columns, such as {{text: body}}",
+        f"columns ({', '.join(sorted(present)) or 'none'}); name yours in spec.dataset.columns, such as {{text: body}}",
         reason="UnknownFormat",
     )
 

@@ -27,7 +27,7 @@ from headframe_worker.meter import Meter
 from headframe_worker.model_source import locate_model
 from headframe_worker.prepare.model_structure import describe_model
 from headframe_worker.prepare.reading import Reading, open_reading
-from headframe_worker.prepare.resume import check_same_inputs, read_plan
+from headframe_worker.prepare.resume import AFRESH, check_same_inputs, read_plan
 from headframe_worker.prepare.scratch_space import scratch_space
 from headframe_worker.prepare.shards import count_shards
 from headframe_worker.prepare.spool import Spool
@@ -189,7 +189,8 @@ def _commit(job: ExtractionJob, plan: Plan, output: Store) -> Plan:
     winner = read_plan(output)
     if winner is None or winner.digest != plan.digest:
         raise TemporaryError(
-            f"{output.uri}: another prepare wrote a different plan there at the same time; run one of them alone with --fresh",
+            f"{output.uri}: another prepare wrote a different plan there at the same time; run one of them alone, "
+            f"{AFRESH}",
             reason="PlanConflict",
         )
     return winner

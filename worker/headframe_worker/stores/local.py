@@ -183,7 +183,7 @@ class LocalStore:
             raise MissingObjectError(f"{path}: no such file") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise TemporaryError(
-                f"{path}: no space left to {operation} it; make room and run the same command again, it goes on from here",
+                f"{path}: no space left to {operation} it; make room and run it again, it goes on from here",
                 reason="NoSpaceLeft",
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR):

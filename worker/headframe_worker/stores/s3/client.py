@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import boto3
 from botocore.config import Config
@@ -62,6 +63,12 @@ class Connection:
         except BotoCoreError:
             return "credentials that could not be read"
         return f"access key ****{key[-4:]} (from {credentials.method})"
+
+    @property
+    def is_aws(self) -> bool:
+        """Whether requests go to AWS itself: so they do where nobody names an endpoint."""
+        host = urlsplit(self.client.meta.endpoint_url).hostname or ""
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
     def redact(self, text: str) -> str:
         """A server's words without anything of our credentials in them."""

@@ -32,6 +32,10 @@ UNSPECIFIC_REFUSAL = "StoreRefused"
 """Reason of a ConfigError where the server's code says no more than that."""
 
 
+OF_ANOTHER_SERVER = ("InvalidAccessKeyId", "NoSuchBucket", "NoCredentialsError")
+"""Codes of AWS for a key or a bucket that another server knows."""
+
+
 class Fault(Enum):
     """What to do about a failed request."""
 
@@ -180,7 +184,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"),
         "NoCredentials",
-        "provide credentials as boto3 finds them: the environment, a profile, a role, or spec.s3.credentialsSecret",
+        (
+            "provide credentials as boto3 finds them: the environment, a profile, a role; on Kubernetes "
+            "spec.s3.credentialsSecret names a Secret that holds AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ),
     ),
     (
         ("SSLError",),

@@ -17,6 +17,7 @@ from headframe_worker.stores.missing import MissingObjectError
 from headframe_worker.stores.observer import StoreObserver
 from headframe_worker.stores.s3.client import Connection
 from headframe_worker.stores.s3.errors import (
+    OF_ANOTHER_SERVER,
     Fault,
     PreconditionError,
     RangeError,
@@ -24,6 +25,7 @@ from headframe_worker.stores.s3.errors import (
     StrayError,
     UploadLostError,
     advice_for,
+    code_of,
     fault_of,
     is_unknown_host,
     skew_advice,
@@ -139,7 +141,7 @@ class Requests:
             raise self._config_error(failure) from error
         raise TemporaryError(
             f"{where}: {failure.operation} failed {failure.count} times over {failure.elapsed_seconds:.0f} s, last with "
-            f"{self._words(error)}{skew_advice(error)}; run the same command again, it goes on from here",
+            f"{self._words(error)}{skew_advice(error)}{self._asked_aws(error)}; run it again, it goes on from here",
             reason="StoreUnavailable",
         ) from error
 
@@ -159,9 +161,17 @@ class Requests:
         reason, advice = advice_for(failure.error, bucket=self.bucket, action=action)
         return ConfigError(
             f"{failure.where}: {failure.operation} was refused: {self._words(failure.error)}; "
-            f"asked with {self.connection.identity}; {advice}",
+            f"asked with {self.connection.identity}; {advice}{self._asked_aws(failure.error)}",
             reason=reason,
         )
+
+    def _asked_aws(self, error: ClientError | BotoCoreError) -> str:
+        """A hint where another server's bucket or key may be meant, and its endpoint was forgotten."""
+        forgotten = code_of(error) in OF_ANOTHER_SERVER or is_unknown_host(error)
+        hint = (
+            "; no endpoint is set, so AWS was asked: set spec.s3.endpoint or AWS_ENDPOINT_URL if it is another server"
+        )
+        return hint if forgotten and self.connection.is_aws else ""
 
     def _words(self, error: ClientError | BotoCoreError) -> str:
         return self.connection.redact(words_of(error))
