@@ -21,6 +21,9 @@ from headframe_worker.engine.capture import Capture
 ALONE_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 """Relative L2 of a sample alone against the same one in a padded batch. Kernels round differently for other shapes, and in a
 low precision the layers add that up, in a mixture of experts by whole experts."""
+TF32_ALONE_LIMIT = 5e-3
+"""The same in float32 on a GPU, where the kernels of hybrids multiply in TF32: three digits, and each shape is tuned to a kernel of
+its own. Up to 1.0e-4 was seen on four layers."""
 PADDING_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """The same for two batches of one shape that differ in the padding alone: a causal model hardly differs at all."""
 NUMBERING_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -52,15 +55,16 @@ def check_stack(capture: Capture, samples: Sequence[NDArray[np.int32]], slot_nam
     batch = _states(capture, [long, short])
     error = _largest_error(alone, batch)
     _check_padding(capture, short, len(long), slot_names, PADDING_LIMIT[dtype])
-    if not error <= ALONE_LIMIT[dtype]:
+    alone_limit = TF32_ALONE_LIMIT if alone[0].is_cuda and dtype == torch.float32 else ALONE_LIMIT[dtype]
+    if not error <= alone_limit:
         raise ConfigError(
             f"spec.model.source: {type(capture.stack.model).__name__} gives a sample other states in a batch than alone "
-            f"(relative difference {error:.1e}, at most {ALONE_LIMIT[dtype]:.0e} is rounding): it cannot be batched",
+            f"(relative difference {error:.1e}, at most {alone_limit:.0e} is rounding): it cannot be batched",
             reason="NotCausal",
         )
     longest = max(samples, key=len)
     if len(longest) > pieces.PIECE_TOKENS:
-        _check_pieces(capture, longest, slot_names, ALONE_LIMIT[dtype])
+        _check_pieces(capture, longest, slot_names, alone_limit)
     _check_numbering(capture, short, alone, slot_names, NUMBERING_LIMIT[dtype])
     return error
 
