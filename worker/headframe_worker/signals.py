@@ -11,11 +11,23 @@ from types import FrameType
 from headframe_api.exit_codes import ExitCode
 
 
+class SignalEvent(threading.Event):
+    """An event that a signal's handler may set while the same thread is inside `wait` or `set`.
+
+    Event's lock knows no owner: the handler, which runs in the main thread between two of its instructions, would wait for ever
+    for what that thread itself holds. A wait that the handler meets before it has begun lasts its timeout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cond = threading.Condition(threading.RLock())
+
+
 class StopWish:
     """Set by a signal. `event` is what the stages watch; `exit_code` is what the process should exit with."""
 
     def __init__(self) -> None:
-        self.event = threading.Event()
+        self.event: threading.Event = SignalEvent()
         self.exit_code = ExitCode.TERMINATED
 
     @contextmanager

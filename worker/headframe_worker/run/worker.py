@@ -68,7 +68,7 @@ def work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     set_up_log()
     tqdm.set_lock(threading.RLock())  # its own lock is a semaphore of the system, which os._exit would leave behind
-    stop = threading.Event()
+    stop = SignalEvent()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     send = _Sender(connection)
     try:
