@@ -21,6 +21,7 @@ from headframe_api.plan import Plan
 from headframe_worker.log import set_up_log
 from headframe_worker.meter import Meter
 from headframe_worker.serve.health import StallWatch
+from headframe_worker.signals import SignalEvent
 
 REPORT_EVERY_SECONDS = 0.5
 logger = logging.getLogger(__name__)
